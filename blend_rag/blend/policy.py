@@ -31,7 +31,7 @@ class RecomputePolicy:
     """
 
     ratio: float = 0.15
-    selector: str = "query"
+    selector: str = "query-guided"
     check_layer: int = 1
     schedule: tuple[tuple[int, float], ...] = ()
     context: str = "prefix"
@@ -60,5 +60,5 @@ class RecomputePolicy:
                 raise PolicyError(msg)
 
 
-FULL_PREFILL = RecomputePolicy(ratio=1.0, selector="first", reuse=False)
+FULL_PREFILL = RecomputePolicy(ratio=1.0, selector="first-k", reuse=False)
 """Compute every token; nothing is read from a store."""

@@ -60,18 +60,6 @@ class TokenFate(StrEnum):
     """Never in question: question, history, glue, new chunks."""
 
 
-class MissReason(StrEnum):
-    """Why a chunk was computed instead of reused, or reused from its second choice."""
-
-    NEVER_WARMED = "never warmed"
-    EVICTED = "evicted"
-    OTHER_PREFIX = "other prefix"
-    OTHER_MODEL = "other model"
-    TOO_LARGE = "larger than the store"
-    REUSE_OFF = "reuse is off"
-    DAMAGED = "damaged in the store"
-
-
 @dataclass(frozen=True, slots=True)
 class SegmentReport:
     """What happened to one segment: counts of tokens by fate, and for a chunk the reason where KV was missing.

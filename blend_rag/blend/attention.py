@@ -1,0 +1,113 @@
+"""Causal attention of packed queries, masked by position.
+
+Selected tokens are packed, so a mask by row (which is what a kernel's own causal flag gives) would let a token see keys
+behind its own position. Here a query sees exactly the keys at positions up to its own. Blocks of keys that no query
+of a block may see are never touched, and no mask is larger than one block of queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+_CPU_BLOCK = 64  # rows; small blocks skip more keys, measured best at 1k to 8k keys on AVX2
+_CUDA_BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Query rows [start, stop) and the number of leading keys any of them may see."""
+
+    start: int
+    stop: int
+    keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class CausalRows:
+    """Which keys each row of a pass may see; made once, used by every layer.
+
+    Attributes:
+        positions: of the query rows, [rows], rising.
+        key_positions: of the keys, [keys], rising.
+        blocks: rows in groups that share a bound.
+        triangular: rows and keys are the same tokens, so a kernel's own causal flag is exact.
+    """
+
+    positions: torch.Tensor
+    key_positions: torch.Tensor
+    blocks: tuple[RowBlock, ...]
+    triangular: bool
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, key_positions: torch.Tensor, device: torch.device) -> CausalRows:
+        """Group rows by what they may see. Both position lists must rise; pass them on the CPU."""
+        size = _CPU_BLOCK if device.type == "cpu" else _CUDA_BLOCK
+        rows = len(positions)
+        lasts = positions[torch.arange(size - 1, rows + size - 1, size).clamp_(max=rows - 1)] if rows else positions
+        bounds = torch.searchsorted(key_positions, lasts, right=True).tolist()
+        starts = range(0, rows, size)
+        blocks = tuple(
+            RowBlock(start, min(start + size, rows), bound) for start, bound in zip(starts, bounds, strict=True)
+        )
+        triangular = rows == len(key_positions) and torch.equal(positions, key_positions)
+        return cls(positions.to(device), key_positions.to(device), blocks, triangular)
+
+    def masks(self) -> Iterator[tuple[RowBlock, torch.Tensor]]:
+        """Each block with its boolean mask [rows, keys], True where a row may look."""
+        for block in self.blocks:
+            rows = self.positions[block.start : block.stop, None]
+            yield block, self.key_positions[None, : block.keys] <= rows
+
+
+def position_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: CausalRows, scale: float
+) -> torch.Tensor:
+    """Softmax attention of each row over the keys at positions up to its own.
+
+    Args:
+        query: rotated, [rows, heads, head_dim].
+        keys, values: [kv_heads, keys, head_dim], K rotated; heads are grouped over kv_heads.
+        rows: who sees what.
+        scale: multiplies query-key products.
+
+    Returns:
+        [rows, heads, head_dim].
+    """
+    query = query.transpose(0, 1)[None]  # [1, heads, rows, head_dim]
+    keys, values = keys[None], values[None]
+    if query.device.type != "cpu":  # masked attention with grouped heads has no fused CUDA kernel
+        groups = query.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    grouped = query.shape[1] != keys.shape[1]
+    if rows.triangular:
+        out = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
+        return out[0].transpose(0, 1)
+    out = torch.empty_like(query)
+    for block, mask in rows.masks():
+        out[:, :, block.start : block.stop] = scaled_dot_product_attention(
+            query[:, :, block.start : block.stop],
+            keys[:, :, : block.keys],
+            values[:, :, : block.keys],
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=grouped,
+        )
+    return out[0].transpose(0, 1)
+
+
+def attention_mass(query: torch.Tensor, keys: torch.Tensor, rows: CausalRows, scale: float) -> torch.Tensor:
+    """Softmax attention each key receives, summed over rows and heads, in float32: [keys].
+
+    For a few rows only (a question's tokens): the probabilities are written out. Arguments as in
+    `position_attention`.
+    """
+    count, heads, head_dim = query.shape
+    kv_heads, total, _ = keys.shape
+    grouped = query.float().transpose(0, 1).reshape(kv_heads, heads // kv_heads * count, head_dim)
+    scores = torch.bmm(grouped, keys.float().transpose(1, 2)).view(heads, count, total) * scale
+    hidden = rows.key_positions[None, :] > rows.positions[:, None]
+    return scores.masked_fill_(hidden, float("-inf")).softmax(-1).sum((0, 1))

@@ -1,0 +1,142 @@
+"""What a selector may ask of the model: early deviation, the question's attention, or (research) the whole truth.
+
+Each question is one score pass: the model's own forward over the tokens needed, stopped after the layer needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from blend_rag.blend.attention import CausalRows, attention_mass, position_attention
+from blend_rag.blend.decoder import Decoder, LayerInputs
+from blend_rag.blend.plan import BlendPlan
+from blend_rag.blend.prompt_kv import PromptKV
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far fresh K and V of tokens are from their stored ones: L2 norms over heads, float32, [tokens]."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Score passes over one prompt. Positions in and out are those of the prompt."""
+
+    decoder: Decoder
+    plan: BlendPlan
+    kv: PromptKV
+
+    def deviation(self, layer: int, candidates: torch.Tensor) -> Deviation:
+        """Deviation of `candidates` at `layer`, after computing them (and all computed tokens) up to it.
+
+        Fresh K/V of the layers passed stay in the prompt's KV: they are better than the stored ones.
+        """
+        found: list[Deviation] = []
+        rows = torch.cat([self.plan.computed, candidates]).sort().values
+        asked = torch.searchsorted(rows, candidates)
+
+        def attend(inputs: LayerInputs) -> torch.Tensor:
+            if inputs.layer == layer:
+                found.append(self._deviation(inputs, asked, candidates))
+            return self._compute(inputs, who)
+
+        who = CausalRows.of(rows, torch.arange(len(self.plan)), self.decoder.device)
+        self.decoder.forward(self.plan.token_ids[rows], rows, attend, stop_after=self._checked(layer))
+        return found[0]
+
+    def guidance(self, first_layer: int = 0, last_layer: int | None = None) -> torch.Tensor:
+        """Attention mass the question's tokens give to each candidate, summed over layers, heads and tokens.
+
+        The question runs at r = 0 over stored KV; new chunks are not seen, for their KV is not known yet. Where the
+        question stands before a candidate, its ids are put behind the prompt once more for this pass only.
+        Source: query-guided selection (ProphetKV, FusionRAG). Returns float32 [candidates].
+        """
+        plan, device = self.plan, self.decoder.device
+        last = self.decoder.shape.layers - 1 if last_layer is None else min(last_layer, self.decoder.shape.layers - 1)
+        real = plan.computed[~torch.isin(plan.computed, plan.unseen)]
+        echo = plan.guidance[:0] if plan.question_is_last else plan.guidance
+        rows = torch.cat([real, len(plan) + torch.arange(len(echo))])
+        token_ids = torch.cat([plan.token_ids[real], plan.token_ids[echo]])
+        asking = torch.arange(len(real), len(rows)) if len(echo) else torch.searchsorted(real, plan.guidance)
+        known = torch.ones(len(plan), dtype=torch.bool)
+        known[plan.unseen] = False
+        seen = known.nonzero()[:, 0]
+        key_positions = torch.cat([seen, rows[len(real) :]])
+        who = CausalRows.of(rows, key_positions, device)
+        askers = CausalRows.of(rows[asking], key_positions, device)
+        asked = torch.searchsorted(key_positions, plan.candidates).to(device)
+        mass = torch.zeros(len(plan.candidates), device=device)
+
+        def attend(inputs: LayerInputs) -> torch.Tensor:
+            self.kv.write(inputs.layer, who.positions[: len(real)], inputs.key[: len(real)], inputs.value[: len(real)])
+            keys, values = self._with_echo(inputs, seen, len(real))
+            if inputs.layer >= first_layer:
+                query = inputs.query[asking.to(device)]
+                mass.add_(attention_mass(query, keys, askers, self.decoder.shape.scale)[asked])
+            if inputs.layer == last:
+                return inputs.query
+            return position_attention(inputs.query, keys, values, who, self.decoder.shape.scale)
+
+        self.decoder.forward(token_ids, rows, attend, stop_after=last)
+        return mass.cpu()
+
+    def truth(self, score: Callable[[Deviation, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Sum over layers of `score(deviation, question's attention mass)` under full prefill, [candidates].
+
+        Costs a full prefill: for research only. Leaves the prompt's KV alone.
+        """
+        plan = self.plan
+        rows = torch.arange(len(plan))
+        who = CausalRows.of(rows, rows, self.decoder.device)
+        askers = CausalRows.of(plan.guidance, rows, self.decoder.device)
+        total = torch.zeros(len(plan.candidates))
+        truth = {}
+
+        def attend(inputs: LayerInputs) -> torch.Tensor:
+            keys, values = inputs.key.transpose(0, 1), inputs.value.transpose(0, 1)
+            mass = attention_mass(inputs.query[plan.guidance], keys, askers, self.decoder.shape.scale).cpu()
+            truth["deviation"] = self._deviation(inputs, plan.candidates, plan.candidates)
+            total.add_(score(truth["deviation"], mass[plan.candidates]))
+            return position_attention(inputs.query, keys, values, who, self.decoder.shape.scale)
+
+        self.decoder.forward(plan.token_ids, rows, attend, stop_after=self.decoder.shape.layers - 1)
+        return total
+
+    def _checked(self, layer: int) -> int:
+        return min(layer, self.decoder.shape.layers - 1)
+
+    def _compute(self, inputs: LayerInputs, who: CausalRows) -> torch.Tensor:
+        self.kv.write(inputs.layer, who.positions, inputs.key, inputs.value)
+        keys, values = self.kv.layer(inputs.layer)
+        return position_attention(inputs.query, keys, values, who, self.decoder.shape.scale)
+
+    def _with_echo(self, inputs: LayerInputs, seen: torch.Tensor, real: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the tokens whose KV is known, and of the echoed question behind them."""
+        keys, values = self.kv.layer(inputs.layer)
+        if len(seen) < len(self.plan):
+            keys, values = keys[:, seen.to(keys.device)], values[:, seen.to(keys.device)]
+        if real < len(inputs.key):
+            keys = torch.cat([keys, inputs.key[real:].transpose(0, 1)], dim=1)
+            values = torch.cat([values, inputs.value[real:].transpose(0, 1)], dim=1)
+        return keys, values
+
+    def _deviation(self, inputs: LayerInputs, rows: torch.Tensor, positions: torch.Tensor) -> Deviation:
+        """Compare un-rotated K and V of `rows` of a pass with what is stored for `positions`."""
+        stored = self._stored(inputs.layer, positions)
+        fresh = torch.stack([inputs.key_unrotated[rows], inputs.value[rows]]).float().cpu()
+        distance = (fresh - stored).flatten(2).norm(dim=-1)
+        return Deviation(distance[0], distance[1])
+
+    def _stored(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """Stored un-rotated K and V at `positions`, [2, positions, kv_heads, head_dim], float32, on the CPU."""
+        shape = self.decoder.shape
+        found = torch.zeros(2, len(self.plan), shape.kv_heads, shape.head_dim)
+        for span in self.plan.spans:
+            found[:, span.start : span.end] = span.kv.data[layer, :, span.skip :].float().cpu()
+        return found[:, positions]

@@ -1,0 +1,641 @@
+"""The embedded engine: blending and generation with torch and transformers, on a CPU or one CUDA device."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from tqdm.auto import tqdm
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from blend_rag.blend.passes import BlendResult, blend, compute_chunk_kv
+from blend_rag.blend.plan import BlendPlan, Hit, HotKV
+from blend_rag.blend.policy import RecomputePolicy
+from blend_rag.blend.selectors import make_selector
+from blend_rag.engines.answer import Answer
+from blend_rag.engines.base import Generation, GenerationChunk, ReuseReport, SamplingParams, SegmentReport, WarmReport
+from blend_rag.engines.decoder import TransformersDecoder
+from blend_rag.engines.fingerprint import model_fingerprint
+from blend_rag.engines.hot import HotPrefixes
+from blend_rag.engines.report import make_report, segment_reports
+from blend_rag.engines.sampling import make_sampler
+from blend_rag.engines.self_test import SelfTestReport, run_self_test
+from blend_rag.errors import BlendRagError, PolicyError, PromptTooLongError, StoreError
+from blend_rag.kv import STORE_DTYPES, ChunkKey
+from blend_rag.layout import Passage, PromptBuilder, PromptLayout, Segment, SegmentKind
+from blend_rag.stores import KVStore, MemoryStore, MissReason
+
+logger = logging.getLogger(__name__)
+
+_WARM_BATCH_TOKENS = 2048
+Emit = Callable[[int, str], None]
+"""Called with the row and the text to show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Stored KV found for a layout, and for chunks without (or with second choice only) the reason, by segment."""
+
+    hits: dict[int, Hit]
+    reasons: dict[int, MissReason]
+
+
+class TransformersEngine:
+    """Answers prompts with blended KV on a transformers model. Use as a context manager, or call `close`.
+
+    Args:
+        model: a local folder or GGUF file, a hub id, or None for the packaged SmolLM2-135M-Instruct.
+        policy: what is recomputed where a call does not say.
+        device: torch device; by default CUDA where there is one.
+        dtype: of weights and computation; by default float32 on a CPU and the model's own elsewhere.
+        store: where chunk KV is kept; by default a `MemoryStore` of its own.
+        store_dtype: of kept KV: "float16", "bfloat16" or "float32".
+        namespace: KV of one namespace is never seen by another.
+        max_model_len: bound on prompt and answer; by default the model's.
+        hot_bytes: bound on exact beginnings of prompts kept on the device.
+        self_test: prove at load that blending this model is right.
+        show_progress: progress bars while loading.
+
+    Raises:
+        ModelError: the model cannot be loaded, is not supported, or fails its self-test.
+        PolicyError: an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        policy: RecomputePolicy | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        store: KVStore | None = None,
+        store_dtype: str = "float16",
+        namespace: str = "",
+        max_model_len: int | None = None,
+        hot_bytes: int = 128 << 20,
+        self_test: bool = True,
+        show_progress: bool = False,
+    ) -> None:
+        if store_dtype not in STORE_DTYPES:
+            msg = f"store_dtype={store_dtype!r} is unknown: choose one of {', '.join(STORE_DTYPES)}"
+            raise PolicyError(msg)
+        self.policy = policy or RecomputePolicy()
+        make_selector(self.policy)
+        from blend_rag.engines.loading import load_model_and_tokenizer, resolve_model
+
+        path = resolve_model(model, show_progress=show_progress)
+        loaded, self.tokenizer = load_model_and_tokenizer(path, device, dtype)
+        self.model_name = str(model) if model is not None else path.name
+        self._init_from(loaded, store, store_dtype, namespace, max_model_len, hot_bytes, self_test)
+
+    @classmethod
+    def from_loaded(
+        cls,
+        model: Any,
+        tokenizer: Any,
+        *,
+        policy: RecomputePolicy | None = None,
+        store: KVStore | None = None,
+        store_dtype: str = "float16",
+        namespace: str = "",
+        max_model_len: int | None = None,
+        hot_bytes: int = 128 << 20,
+        self_test: bool = True,
+    ) -> TransformersEngine:
+        """An engine over a model and a tokenizer that are loaded already. Arguments as in the class."""
+        engine = cls.__new__(cls)
+        engine.policy = policy or RecomputePolicy()
+        engine.tokenizer = tokenizer
+        engine.model_name = getattr(model.config, "name_or_path", "") or model.config.model_type
+        engine._init_from(model, store, store_dtype, namespace, max_model_len, hot_bytes, self_test)
+        return engine
+
+    def _init_from(
+        self,
+        model: Any,
+        store: KVStore | None,
+        store_dtype: str,
+        namespace: str,
+        max_model_len: int | None,
+        hot_bytes: int,
+        self_test: bool,
+    ) -> None:
+        self.decoder = TransformersDecoder(model)
+        self._model = model
+        self._eos_ids = _end_of_turn_ids(model, self.tokenizer)
+        model.generation_config = GenerationConfig(  # sampling is ours alone: nothing of the model's defaults
+            eos_token_id=sorted(self._eos_ids) or None,
+            pad_token_id=_first(self.tokenizer.pad_token_id, min(self._eos_ids, default=None), 0),
+            bos_token_id=model.config.bos_token_id,
+        )
+        self.fingerprint = model_fingerprint(model)
+        self.store: KVStore = store if store is not None else MemoryStore()
+        self._owns_store = store is None
+        self.store_dtype = store_dtype
+        self.namespace = namespace
+        limit = int(model.config.max_position_embeddings)
+        self.max_model_len = min(limit, max_model_len) if max_model_len else limit
+        self._hot = HotPrefixes(hot_bytes)
+        self._closed = False
+        self.self_test_report: SelfTestReport | None = run_self_test(self.decoder) if self_test else None
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device
+
+    def __enter__(self) -> TransformersEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the model, the hot KV and, if it is the engine's own, the store."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hot.clear()
+        if self._owns_store:
+            self.store.close()
+        del self.decoder, self._model
+
+    def key(self, chunk_ids: Sequence[int], context_ids: Sequence[int] = ()) -> ChunkKey:
+        """Key of a chunk's KV in this engine's store."""
+        return ChunkKey.of(
+            chunk_ids,
+            fingerprint=self.fingerprint,
+            dtype=self.store_dtype,
+            namespace=self.namespace,
+            context_ids=context_ids,
+        )
+
+    # Warming
+
+    def warm(
+        self,
+        prompts: PromptBuilder,
+        passages: Iterable[Passage | str],
+        *,
+        context: str = "prefix",
+        show_progress: bool = False,
+    ) -> WarmReport:
+        """Compute KV of the passages behind the builder's prefix, and of the prefix itself, and keep it.
+
+        Args:
+            prompts: lays out the prompts these passages will be used in, so that what is warmed is what is prompted.
+            passages: texts or passages; what is in the store already is skipped.
+            context: "prefix" or "alone".
+            show_progress: a bar over tokens.
+
+        Raises:
+            PromptTooLongError: a passage does not fit into the model's context.
+            PolicyError: unknown context.
+        """
+        self._check_open()
+        started = time.perf_counter()
+        context_ids = prompts.prefix_ids if RecomputePolicy(context=context).context == "prefix" else ()
+        texts = [passage if isinstance(passage, str) else passage.text for passage in passages]
+        chunks = list(dict.fromkeys(piece for text in texts for piece in prompts.chunk_pieces(text)))
+        for chunk in chunks:
+            self._check_length(len(context_ids) + len(chunk), "a passage and its prefix need")
+        refused: list[str] = []
+        if context_ids:
+            self._warm_prefix(context_ids, refused)
+        missing = [chunk for chunk in chunks if self.key(chunk, context_ids) not in self.store]
+        hot = self._context_kv(context_ids) if context_ids and missing else None
+        total = sum(map(len, missing))
+        with tqdm(total=total, desc="warming", unit="tok", disable=not show_progress) as bar:
+            for batch in _batches(missing):
+                kvs = compute_chunk_kv(self.decoder, batch, hot, STORE_DTYPES[self.store_dtype])
+                for chunk, kv in zip(batch, kvs, strict=True):
+                    self._keep(self.key(chunk, context_ids), kv, refused)
+                bar.update(sum(map(len, batch)))
+        return WarmReport(
+            chunks=len(chunks),
+            computed=len(missing),
+            present=len(chunks) - len(missing),
+            tokens_computed=total,
+            seconds=time.perf_counter() - started,
+            refused=tuple(refused),
+        )
+
+    def _warm_prefix(self, prefix_ids: tuple[int, ...], refused: list[str]) -> None:
+        key = self.key(prefix_ids)
+        if key not in self.store:
+            [kv] = compute_chunk_kv(self.decoder, [prefix_ids], None, STORE_DTYPES[self.store_dtype])
+            self._keep(key, kv, refused)
+
+    def _keep(self, key: ChunkKey, kv: Any, refused: list[str]) -> None:
+        try:
+            self.store.put(key, kv)
+        except StoreError as error:
+            refused.append(str(error))
+            logger.warning("chunk KV not kept: %s", error)
+
+    def _context_kv(self, context_ids: tuple[int, ...]) -> HotKV:
+        """Exact KV of a prefix, freshly computed unless it is hot: stored KV has been through a smaller dtype."""
+        hot = self._hot.find(context_ids)
+        if hot and hot.length == len(context_ids):
+            return hot
+        layout = PromptLayout(context_ids, (Segment(SegmentKind.PREFIX, 0, len(context_ids), ""),))
+        kv = blend(self.decoder, [BlendPlan.of(layout, {}, RecomputePolicy())])[0].kv.leading(len(context_ids))
+        self._hot.add(context_ids, kv)
+        return kv
+
+    # Looking up
+
+    def lookup(self, layout: PromptLayout, *, policy: RecomputePolicy | None = None) -> tuple[SegmentReport, ...]:
+        """What would be reused now, per segment; computes nothing. Candidates count as reused."""
+        self._check_open()
+        plan, found = self._plan(layout, policy or self.policy)
+        return segment_reports(layout, plan, plan.candidates[:0], found.hits, found.reasons)
+
+    def find_kv(self, layout: PromptLayout, policy: RecomputePolicy) -> Lookup:
+        """Stored KV for every segment that may be reused under `policy`; hot KV is not looked at."""
+        hits: dict[int, Hit] = {}
+        reasons: dict[int, MissReason] = {}
+        for index, segment in enumerate(layout.segments):
+            if segment.kind is SegmentKind.CHUNK and not policy.reuse:
+                reasons[index] = MissReason.REUSE_OFF
+            elif segment.kind in (SegmentKind.CHUNK, SegmentKind.PREFIX) and policy.reuse:
+                self._find_segment(layout, index, policy, hits, reasons)
+        return Lookup(hits, reasons)
+
+    def _find_segment(
+        self,
+        layout: PromptLayout,
+        index: int,
+        policy: RecomputePolicy,
+        hits: dict[int, Hit],
+        reasons: dict[int, MissReason],
+    ) -> None:
+        """Prefix-keyed KV first, context-free KV second; the reason tells why the first choice was missing."""
+        segment = layout.segments[index]
+        ids = layout.ids(segment)
+        behind_prefix = policy.context == "prefix" and segment.kind is SegmentKind.CHUNK and layout.context_ids
+        for context_ids in [layout.context_ids, ()] if behind_prefix else [()]:
+            key = self.key(ids, context_ids)
+            kv = self.store.get(key)
+            if kv is not None and kv.num_tokens == len(ids):
+                hits[index] = Hit(kv, tuple(context_ids))
+                return
+            if segment.kind is SegmentKind.CHUNK and index not in reasons:
+                reasons[index] = self.store.why_missing(key)
+
+    def _plan(self, layout: PromptLayout, policy: RecomputePolicy) -> tuple[BlendPlan, Lookup]:
+        found = self.find_kv(layout, policy)
+        hot = self._hot.find(layout.token_ids) if policy.reuse else None
+        return BlendPlan.of(layout, found.hits, policy, hot), found
+
+    # Generating
+
+    @overload
+    def generate(
+        self,
+        layouts: PromptLayout,
+        sampling: SamplingParams | None = None,
+        *,
+        policy: RecomputePolicy | None = None,
+        **options: Any,
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        layouts: Sequence[PromptLayout],
+        sampling: SamplingParams | None = None,
+        *,
+        policy: RecomputePolicy | None = None,
+        **options: Any,
+    ) -> list[Generation]: ...
+
+    def generate(
+        self,
+        layouts: PromptLayout | Sequence[PromptLayout],
+        sampling: SamplingParams | None = None,
+        *,
+        policy: RecomputePolicy | None = None,
+        **options: Any,
+    ) -> Generation | list[Generation]:
+        """Answer one prompt, or several as one batch; prompts of a batch never see each other.
+
+        Args:
+            layouts: one layout or a sequence of them.
+            sampling: how tokens are chosen; `options` are fields of it given by name, such as `max_tokens=64`.
+            policy: what is recomputed; by default the engine's.
+
+        Raises:
+            PromptTooLongError: a prompt does not fit, says by how much.
+            PolicyError: a sampling parameter or the selector makes no sense.
+        """
+        batch = [layouts] if isinstance(layouts, PromptLayout) else list(layouts)
+        answers = self._answer(batch, _sampling(sampling, options), policy, lambda row, text: None, threading.Event())
+        return answers[0] if isinstance(layouts, PromptLayout) else answers
+
+    def stream(
+        self,
+        layout: PromptLayout,
+        sampling: SamplingParams | None = None,
+        *,
+        policy: RecomputePolicy | None = None,
+        **options: Any,
+    ) -> Iterator[GenerationChunk]:
+        """Answer one prompt piece by piece; the last piece holds the whole generation. Closing stops the work.
+
+        Arguments and errors as in `generate`.
+        """
+        chosen = _sampling(sampling, options)
+        pieces: queue.SimpleQueue[GenerationChunk | BaseException] = queue.SimpleQueue()
+        cancelled = threading.Event()
+        work = threading.Thread(
+            target=self._stream_into, args=(pieces.put, layout, chosen, policy, cancelled), daemon=True
+        )
+        work.start()
+        try:
+            while True:
+                piece = pieces.get()
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+                if piece.generation:
+                    return
+        finally:
+            cancelled.set()
+            work.join()
+
+    def _stream_into(
+        self,
+        put: Callable[[GenerationChunk | BaseException], object],
+        layout: PromptLayout,
+        sampling: SamplingParams,
+        policy: RecomputePolicy | None,
+        cancelled: threading.Event,
+    ) -> None:
+        try:
+            [whole] = self._answer(
+                [layout], sampling, policy, lambda row, text: text and put(GenerationChunk(text)), cancelled
+            )
+            put(GenerationChunk("", whole))
+        except BaseException as error:  # handed to the caller's thread, where it is raised
+            put(error)
+
+    # Async twins: the same work in a thread
+
+    async def awarm(
+        self,
+        prompts: PromptBuilder,
+        passages: Iterable[Passage | str],
+        *,
+        context: str = "prefix",
+        show_progress: bool = False,
+    ) -> WarmReport:
+        """Async twin of `warm`."""
+        return await asyncio.to_thread(self.warm, prompts, passages, context=context, show_progress=show_progress)
+
+    async def alookup(
+        self, layout: PromptLayout, *, policy: RecomputePolicy | None = None
+    ) -> tuple[SegmentReport, ...]:
+        """Async twin of `lookup`."""
+        return await asyncio.to_thread(self.lookup, layout, policy=policy)
+
+    @overload
+    async def agenerate(
+        self,
+        layouts: PromptLayout,
+        sampling: SamplingParams | None = None,
+        *,
+        policy: RecomputePolicy | None = None,
+        **options: Any,
+    ) -> Generation: ...
+
+    @overload
+    async def agenerate(
+        self,
+        layouts: Sequence[PromptLayout],
+        sampling: SamplingParams | None = None,
+        *,
+        policy: RecomputePolicy | None = None,
+        **options: Any,
+    ) -> list[Generation]: ...
+
+    async def agenerate(
+        self,
+        layouts: PromptLayout | Sequence[PromptLayout],
+        sampling: SamplingParams | None = None,
+        *,
+        policy: RecomputePolicy | None = None,
+        **options: Any,
+    ) -> Generation | list[Generation]:
+        """Async twin of `generate`; cancelling the task stops the work."""
+        batch = [layouts] if isinstance(layouts, PromptLayout) else list(layouts)
+        cancelled = threading.Event()
+        try:
+            answers = await asyncio.to_thread(
+                self._answer, batch, _sampling(sampling, options), policy, lambda row, text: None, cancelled
+            )
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return answers[0] if isinstance(layouts, PromptLayout) else answers
+
+    async def astream(
+        self,
+        layout: PromptLayout,
+        sampling: SamplingParams | None = None,
+        *,
+        policy: RecomputePolicy | None = None,
+        **options: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        """Async twin of `stream`."""
+        chosen = _sampling(sampling, options)
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[GenerationChunk | BaseException] = asyncio.Queue()
+        cancelled = threading.Event()
+
+        def put(piece: GenerationChunk | BaseException) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        work = asyncio.ensure_future(asyncio.to_thread(self._stream_into, put, layout, chosen, policy, cancelled))
+        try:
+            while True:
+                piece = await pieces.get()
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+                if piece.generation:
+                    return
+        finally:
+            cancelled.set()
+            await asyncio.shield(work)
+
+    # The one path every call above takes
+
+    @torch.no_grad()
+    def _answer(
+        self,
+        layouts: Sequence[PromptLayout],
+        sampling: SamplingParams,
+        policy: RecomputePolicy | None,
+        emit: Emit,
+        cancelled: threading.Event,
+    ) -> list[Generation]:
+        self._check_open()
+        if not layouts:
+            return []
+        started = time.perf_counter()
+        policy = policy or self.policy
+        make_selector(policy)
+        for layout in layouts:
+            self._check_length(len(layout) + 1, "the prompt and one token of answer need")
+        planned = [self._plan(layout, policy) for layout in layouts]
+        results = blend(self.decoder, [plan for plan, _ in planned])
+        sampler = make_sampler(sampling, len(layouts))
+        scores = self.decoder.logits(torch.stack([result.last_hidden for result in results]))
+        first = sampler(torch.zeros(len(layouts), 0, dtype=torch.long), scores).argmax(-1).tolist()  # type: ignore
+        ttft = time.perf_counter() - started
+        answers = [
+            Answer(
+                self.tokenizer,
+                self._eos_ids,
+                sampling,
+                min(sampling.max_tokens, self.max_model_len - len(layout)),
+            )
+            for layout in layouts
+        ]
+        for row, (answer, token_id) in enumerate(zip(answers, first, strict=True)):
+            emit(row, answer.add(token_id))
+        reports = [
+            make_report(layout, plan, result.recomputed, found.hits, found.reasons, ttft, self.tokenizer)
+            for layout, (plan, found), result in zip(layouts, planned, results, strict=True)
+        ]
+        if policy.reuse:
+            self._keep_hot(layouts, [plan for plan, _ in planned], results)
+        self._decode(layouts, results, answers, first, sampler, emit, cancelled)
+        return [
+            Generation(answer.text, tuple(answer.token_ids), answer.finish_reason or "cancelled", report)
+            for answer, report in zip(answers, reports, strict=True)
+        ]
+
+    def _keep_hot(
+        self, layouts: Sequence[PromptLayout], plans: Sequence[BlendPlan], results: Sequence[BlendResult]
+    ) -> None:
+        """Keep the exact beginning of every prompt; what stands behind the first approximate token never is."""
+        shape = self.decoder.shape
+        token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * self.decoder.dtype.itemsize
+        for layout, plan, result in zip(layouts, plans, results, strict=True):
+            exact = plan.exact_length
+            if exact > plan.hot_length and self._hot.fits(exact * token_bytes):
+                self._hot.add(layout.token_ids, result.kv.leading(exact))
+
+    def _decode(
+        self,
+        layouts: Sequence[PromptLayout],
+        results: Sequence[BlendResult],
+        answers: Sequence[Answer],
+        first: Sequence[int],
+        sampler: Any,
+        emit: Emit,
+        cancelled: threading.Event,
+    ) -> None:
+        """Generate behind the blended KV with transformers' own loop, cache and attention, as one left-padded batch."""
+        if all(answer.finish_reason for answer in answers):
+            return
+        longest = max(map(len, layouts))
+        rows = [
+            torch.tensor([0] * (longest - len(layout)) + [*layout.token_ids, token_id])
+            for layout, token_id in zip(layouts, first, strict=True)
+        ]
+        mask = torch.stack([torch.arange(longest + 1) >= longest - len(layout) for layout in layouts]).long()
+        self._model.generate(
+            torch.stack(rows).to(self.device),
+            attention_mask=mask.to(self.device),
+            cache=self._seed_cache(results, longest),
+            max_new_tokens=max(answer.max_tokens for answer in answers) - 1,
+            do_sample=False,
+            logits_processor=sampler,
+            stopping_criteria=StoppingCriteriaList([_Collect(answers, emit, cancelled)]),
+            eos_token_id=None,  # the answers themselves know when they end
+        )
+
+    def _seed_cache(self, results: Sequence[BlendResult], longest: int) -> DynamicCache:
+        """A stock cache of the whole prompts; layers move over one by one, so the KV never exists twice."""
+        cache = DynamicCache(config=self._model.config)
+        for layer in range(self.decoder.shape.layers):
+            pairs = [result.kv.take_layer(layer) for result in results]
+            if len(pairs) == 1:
+                cache.update(*pairs[0], layer)
+                continue
+            padded = [
+                torch.cat(
+                    [torch.nn.functional.pad(pair[side], (0, 0, longest - pair[side].shape[2], 0)) for pair in pairs]
+                )
+                for side in (0, 1)
+            ]
+            cache.update(padded[0], padded[1], layer)
+        return cache
+
+    def _check_length(self, tokens: int, who: str) -> None:
+        if tokens > self.max_model_len:
+            msg = (
+                f"{who} {tokens:,} tokens, {tokens - self.max_model_len:,} more than the model's "
+                f"{self.max_model_len:,}: use fewer or shorter passages"
+            )
+            raise PromptTooLongError(msg)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            msg = "this engine is closed: load a new one"
+            raise BlendRagError(msg)
+
+
+class _Collect(StoppingCriteria):
+    """Hands every new token to its answer, and ends a row when its answer has ended."""
+
+    def __init__(self, answers: Sequence[Answer], emit: Emit, cancelled: threading.Event) -> None:
+        self._answers = answers
+        self._emit = emit
+        self._cancelled = cancelled
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        for row, (answer, token_id) in enumerate(zip(self._answers, input_ids[:, -1].tolist(), strict=True)):
+            self._emit(row, answer.add(token_id))
+        done = [bool(answer.finish_reason) or self._cancelled.is_set() for answer in self._answers]
+        return torch.tensor(done, device=input_ids.device)  # type: ignore[return-value]
+
+
+def _batches(chunks: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    batch: list[tuple[int, ...]] = []
+    for chunk in chunks:
+        if batch and sum(map(len, batch)) + len(chunk) > _WARM_BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(chunk)
+    if batch:
+        yield batch
+
+
+def _sampling(sampling: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
+    try:
+        return replace(sampling or SamplingParams(), **options)
+    except TypeError as error:
+        msg = f"unknown sampling parameter ({error}): see SamplingParams for those there are"
+        raise PolicyError(msg) from error
+
+
+def _end_of_turn_ids(model: Any, tokenizer: Any) -> set[int]:
+    found: set[int] = set()
+    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return found
+
+
+def _first(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
