@@ -290,6 +290,10 @@ class TransformersEngine:
             if segment.kind is SegmentKind.CHUNK and index not in reasons:
                 reasons[index] = self.store.why_missing(key)
 
+    def plan(self, layout: PromptLayout, policy: RecomputePolicy) -> BlendPlan:
+        """How this prompt would be blended now; computes nothing."""
+        return self._plan(layout, policy)[0]
+
     def _plan(self, layout: PromptLayout, policy: RecomputePolicy) -> tuple[BlendPlan, Lookup]:
         found = self.find_kv(layout, policy)
         hot = self._hot.find(layout.token_ids) if policy.reuse else None
