@@ -99,7 +99,9 @@ def main(
     ratio: Annotated[str, typer.Option(help="Recompute ratios, comma-separated.")] = "0.15",
     selector: Annotated[str, typer.Option(help="Selectors, comma-separated.")] = "first-k,k-deviation,query-guided",
     repeats: Annotated[int, typer.Option(help="Counted runs of every arm.")] = 5,
-    model: Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id; packaged SmolLM2 if left out.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder, GGUF file or hub id; packaged SmolLM2 if left out.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the rows.")] = None,
 ) -> None:
     """Measure and print a table."""

@@ -46,8 +46,7 @@ def blend(decoder: Decoder, plans: Sequence[BlendPlan]) -> list[BlendResult]:
     hidden = _run_packed(decoder, prompts, rows)
     ends = torch.tensor([len(run) for run in rows]).cumsum(0) - 1
     return [
-        BlendResult(hidden[end], kv, chosen)
-        for end, kv, chosen in zip(ends.tolist(), prompts, selected, strict=True)
+        BlendResult(hidden[end], kv, chosen) for end, kv, chosen in zip(ends.tolist(), prompts, selected, strict=True)
     ]
 
 

@@ -66,10 +66,11 @@ class BlendPlan:
         spans: stored KV in use, left to right, never over hot tokens.
         hot: exact KV of the leading tokens, or None.
         computed: positions computed whatever the policy says.
-        candidates: positions of reused chunk tokens whose KV is approximate.
+        candidates: positions of reused chunk tokens whose KV is approximate; at ratio 1 of all reused chunk tokens.
         unseen: positions of new chunks, whose KV is not known before the recompute pass.
         guidance: positions of the latest question.
         budget: how many candidates to recompute.
+        exact_length: number of leading tokens whose KV is exact after the blend, whatever is selected.
     """
 
     token_ids: torch.Tensor
@@ -81,6 +82,7 @@ class BlendPlan:
     unseen: torch.Tensor
     guidance: torch.Tensor
     budget: int
+    exact_length: int
     chunk_offsets: torch.Tensor = field(repr=False)
     """Offset of every candidate inside its chunk, [candidates]."""
 
@@ -123,19 +125,24 @@ class BlendPlan:
         )
         is_computed = torch.ones(total, dtype=torch.bool)
         is_computed[:hot_length] = False
+        is_approximate = torch.zeros(total, dtype=torch.bool)
         is_candidate = torch.zeros(total, dtype=torch.bool)
         offsets = torch.zeros(total, dtype=torch.int64)
         for span in spans:
             is_computed[span.start : span.end] = False
-            is_candidate[span.start : span.end] = not span.exact
+            is_approximate[span.start : span.end] = not span.exact
+            is_candidate[span.start : span.end] = not span.exact or (span.chunk and policy.ratio == 1.0)
             offsets[span.start : span.end] = torch.arange(span.skip, span.kv.num_tokens)
         is_computed[-1], is_candidate[-1] = True, False  # the first answer token needs its hidden state
         is_unseen = torch.zeros(total, dtype=torch.bool)
         for segment in layout.of_kind(SegmentKind.CHUNK):
             is_unseen[segment.start : segment.end] = is_computed[segment.start : segment.end]
         is_unseen[-1] = False
-        reused_chunk_tokens = sum(span.end - span.start for span in spans if span.chunk)
+        # chunks count whether hot or not: what the engine happens to hold must not change an answer
+        known = [layout.segments[index] for index in hits]
+        reused_chunk_tokens = sum(len(segment) for segment in known if segment.kind is SegmentKind.CHUNK)
         candidates = is_candidate.nonzero()[:, 0]
+        approximate = is_approximate.nonzero()[:, 0]
         return cls(
             token_ids=torch.tensor(layout.token_ids, dtype=torch.int64),
             policy=policy,
@@ -146,13 +153,9 @@ class BlendPlan:
             unseen=is_unseen.nonzero()[:, 0],
             guidance=_guidance(layout),
             budget=min(round(policy.ratio * reused_chunk_tokens), len(candidates)),
+            exact_length=int(approximate[0]) if len(approximate) else total,
             chunk_offsets=offsets[candidates],
         )
-
-    @property
-    def exact_length(self) -> int:
-        """Number of leading tokens whose KV is exact after the blend, whatever was selected."""
-        return int(self.candidates[0]) if len(self.candidates) else len(self)
 
 
 def _span(layout: PromptLayout, index: int, hit: Hit, policy: RecomputePolicy, hot_length: int) -> CachedSpan:

@@ -9,7 +9,7 @@ import html
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
 from blend_rag.blend.policy import RecomputePolicy
@@ -47,7 +47,7 @@ class SamplingParams:
                 raise PolicyError(message)
 
 
-class TokenFate(StrEnum):
+class TokenFate(str, Enum):
     """What happened to a token of a prompt."""
 
     HOT = "hot"

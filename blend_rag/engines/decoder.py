@@ -88,8 +88,8 @@ class TransformersDecoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_supported(model.config)
-        self.model = model
-        self._body = model.get_decoder()
+        self.model: Any = model
+        self._body: Any = self.model.get_decoder()  # type: ignore[no-untyped-call]
         attention = self._body.layers[0].self_attn
         config = model.config
         self.shape = AttentionShape(

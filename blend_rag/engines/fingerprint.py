@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 _SETTINGS = (
     "model_type",
@@ -25,8 +24,8 @@ _SETTINGS = (
 )
 
 
-def model_fingerprint(model: PreTrainedModel) -> str:
-    """sha256, hex, over weights, RoPE and norm settings, quantisation and active adapters.
+def model_fingerprint(model: Any) -> str:
+    """sha256, hex, over weights, RoPE and norm settings, quantisation and active adapters of a transformers model.
 
     Every weight is hashed (about half a second a gigabyte and core), so a fine-tuned copy never passes for its base.
     The folder's name, the output head's tying and the machine do not count.
@@ -40,7 +39,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     return head.hexdigest()
 
 
-def _settings(model: PreTrainedModel) -> dict[str, Any]:
+def _settings(model: Any) -> dict[str, Any]:
     config = model.config
     found = {name: getattr(config, name, None) for name in _SETTINGS}
     quantisation = getattr(config, "quantization_config", None)
@@ -54,5 +53,5 @@ def _settings(model: PreTrainedModel) -> dict[str, Any]:
 def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
     data = tensor.detach().cpu().contiguous()
     hasher = hashlib.sha256(f"{name} {data.dtype} {tuple(data.shape)}".encode())
-    hasher.update(data.reshape(-1).view(torch.uint8).numpy())
+    hasher.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return hasher.digest()

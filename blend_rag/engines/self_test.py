@@ -89,7 +89,7 @@ def _shift_error(decoder: TransformersDecoder, chunk: tuple[int, ...], offset: i
         turned = torch.cat([-key[..., half:], key[..., :half]], -1)
         difference = key * cos + turned * sin - moved.cache.layers[layer].keys[0].float()
         worst = torch.maximum(worst, difference.abs().max())
-    return worst.item()
+    return float(worst)
 
 
 def _split_prefill(decoder: TransformersDecoder, ids: torch.Tensor) -> torch.Tensor:

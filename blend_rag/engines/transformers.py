@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
-from tqdm.auto import tqdm
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from blend_rag.blend.passes import BlendResult, blend, compute_chunk_kv
@@ -131,7 +131,8 @@ class TransformersEngine:
         self.decoder = TransformersDecoder(model)
         self._model = model
         self._eos_ids = _end_of_turn_ids(model, self.tokenizer)
-        model.generation_config = GenerationConfig(  # sampling is ours alone: nothing of the model's defaults
+        # sampling is ours alone: nothing of the model's defaults
+        model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
             eos_token_id=sorted(self._eos_ids) or None,
             pad_token_id=_first(self.tokenizer.pad_token_id, min(self._eos_ids, default=None), 0),
             bos_token_id=model.config.bos_token_id,
@@ -383,10 +384,12 @@ class TransformersEngine:
         policy: RecomputePolicy | None,
         cancelled: threading.Event,
     ) -> None:
+        def emit(row: int, text: str) -> None:
+            if text:
+                put(GenerationChunk(text))
+
         try:
-            [whole] = self._answer(
-                [layout], sampling, policy, lambda row, text: text and put(GenerationChunk(text)), cancelled
-            )
+            [whole] = self._answer([layout], sampling, policy, emit, cancelled)
             put(GenerationChunk("", whole))
         except BaseException as error:  # handed to the caller's thread, where it is raised
             put(error)

@@ -59,11 +59,11 @@ def ideal_speedup(engine: TransformersEngine, plan: BlendPlan) -> float:
     weights = project + width * hidden + 3 * hidden * config.intermediate_size
 
     def layers(count: float, rows: torch.Tensor) -> float:
-        return count * (2 * weights * len(rows) + 4 * width * float((rows + 1).sum()))
+        return float(count * (2 * weights * len(rows) + 4 * width * (rows + 1).sum()))
 
     full = layers(shape.layers, torch.arange(total))
-    chosen = plan.candidates[torch.linspace(0, len(plan.candidates) - 1, plan.budget).long()] if plan.budget else []
-    rows = torch.cat([plan.computed, torch.as_tensor(chosen, dtype=torch.int64)])
+    spread = torch.linspace(0, max(len(plan.candidates) - 1, 0), plan.budget).long()  # as if selected evenly
+    rows = torch.cat([plan.computed, plan.candidates[spread]])
     blended = layers(shape.layers, rows)
     scoring = 0 < plan.budget < len(plan.candidates)
     if scoring and policy.selector in ("k-deviation", "v-deviation"):
@@ -73,7 +73,7 @@ def ideal_speedup(engine: TransformersEngine, plan: BlendPlan) -> float:
         blended += layers(shape.layers, plan.computed[~torch.isin(plan.computed, plan.unseen)])
     elif scoring and policy.selector == "oracle":
         blended += full
-    return full / blended
+    return float(full / blended)
 
 
 def blended_first_token(

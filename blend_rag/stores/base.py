@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from typing import Protocol
 
 from blend_rag.kv import ChunkKey, ChunkKV
 
 
-class MissReason(StrEnum):
+class MissReason(str, Enum):
     """Why KV asked for was not there."""
 
     NEVER_WARMED = "never warmed"
