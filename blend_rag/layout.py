@@ -7,14 +7,14 @@ alone, at ingestion and in any prompt; documents, questions and history are lite
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from itertools import pairwise
+from enum import Enum
+from itertools import pairwise, takewhile
 from string import Formatter
 from typing import Any, NamedTuple, Protocol
 
+from blend_rag.chat_template import ChatTemplate, TemplateText, Turn
 from blend_rag.errors import PromptError
 from blend_rag.separators import Separator
 from blend_rag.tokenization import PromptTokenizer
@@ -22,10 +22,10 @@ from blend_rag.tokenization import PromptTokenizer
 DEFAULT_SEPARATOR = "\n\n"
 DEFAULT_TEMPLATE = "{context}\n\n{question}"
 _FROZEN_DATE = datetime.date(2024, 7, 26)
-_SENTINEL = re.compile(r"@@BLEND-RAG-PART-(\d+)@@")
+_NO_QUESTION = "the question is empty: pass a question with at least one word"
 
 
-class SegmentKind(StrEnum):
+class SegmentKind(str, Enum):
     """What a segment of a prompt is."""
 
     PREFIX = "prefix"
@@ -37,6 +37,9 @@ class SegmentKind(StrEnum):
     HISTORY = "history"
     GLUE = "glue"
     """Template text outside the prefix."""
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ class DocumentSegmenter:
     """One chunk per document."""
 
     def pieces(self, token_ids: Sequence[int]) -> list[Piece]:
+        """The whole document."""
         return [Piece(0, len(token_ids))]
 
 
@@ -137,6 +141,7 @@ class SeparatorSegmenter:
     separator: Separator
 
     def pieces(self, token_ids: Sequence[int]) -> list[Piece]:
+        """Runs between separators, and the separators; none is empty."""
         found: list[Piece] = []
         at = 0
         for start, end in self.separator.find(token_ids):
@@ -158,6 +163,7 @@ class WindowSegmenter:
             raise PromptError(msg)
 
     def pieces(self, token_ids: Sequence[int]) -> list[Piece]:
+        """Windows of `size` tokens; the last may be shorter."""
         count = len(token_ids)
         return [Piece(start, min(start + self.size, count)) for start in range(0, count, self.size)]
 
@@ -178,6 +184,14 @@ class Passages:
 
     @classmethod
     def of(cls, passages: Iterable[Passage | str]) -> Passages:
+        """A group from passages and plain texts.
+
+        Raises:
+            PromptError: `passages` is a single text.
+        """
+        if isinstance(passages, str):
+            msg = "passages is one text: pass a list of passages"
+            raise PromptError(msg)
         return cls(tuple(Passage(passage) if isinstance(passage, str) else passage for passage in passages))
 
 
@@ -185,15 +199,22 @@ class Passages:
 class Message:
     """One chat message: its role and its content, text and groups of passages in any order.
 
-    `extra` holds further fields the chat template may want, such as `tool_calls` or `name`.
+    `extra` holds further fields the chat template may want, such as `tool_calls` or `name`. Content and extra are
+    literal: a control token's name in them stays text.
     """
 
     role: str
     content: tuple[str | Passages, ...]
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.content, (str, Passages)):
+            msg = "content of a message is a tuple: write Message.of(role, text, ...)"
+            raise PromptError(msg)
+
     @classmethod
     def of(cls, role: str, *content: str | Passages, **extra: Any) -> Message:
+        """A message from its parts."""
         return cls(role, content, extra)
 
 
@@ -216,22 +237,25 @@ class _Tokens(NamedTuple):
     source: str | None = None
 
 
-_Turn = tuple[str, list[_Part], Mapping[str, Any]]
-"""A message on its way to the chat template: role, parts, further fields."""
-
-
 class PromptBuilder:
     """Lays out prompts for one tokenizer and one stable prefix.
+
+    Attributes:
+        tokenizer: the `PromptTokenizer` in use.
+        prefix_ids: ids of the stable prefix, behind which `warm` computes chunks: everything before the first
+            question, history or chunk of a first turn. Only where history stands between it and a fixed instruction
+            does a prompt begin with less of it.
 
     Args:
         tokenizer: the model's fast tokenizer.
         system: system text; part of the stable prefix. None leaves what the chat template puts there by itself.
         template: text with `{context}` and `{question}` once each, in either order. In chat mode it is the user
             message, otherwise the whole prompt. Text before the first of them is a fixed instruction.
-        separator: what stands between chunks: any string, the name of one reserved token, or None.
+        separator: what stands between chunks: any string, the name of one reserved token, or None. White space that
+            the tokenizer does not represent stands for None.
         segmenter: where cache borders lie inside a document; by default a document is one chunk.
         chat: use the tokenizer's chat template; by default if it has one.
-        template_kwargs: further arguments of the chat template, such as `enable_thinking`.
+        template_kwargs: further arguments of the chat template, such as `enable_thinking`. Trusted like the template.
         date: the date shown by templates that print one. It is frozen so that the prefix stays the same every day;
             put today's date into the question where it matters.
 
@@ -258,13 +282,14 @@ class PromptBuilder:
             raise PromptError(msg)
         self.chat = has_template if chat is None else chat
         self.system = system
-        self.template = _parse_template(template)
-        self.separator = None if separator is None else Separator.derive(self.tokenizer, separator)
+        self.template = template
+        self.separator = _derive_separator(self.tokenizer, separator)
         self.segmenter: Segmenter = segmenter or DocumentSegmenter()
-        self._template_kwargs = dict(template_kwargs or {})
-        self._date = date
-        self.prefix_ids = self._stable_prefix()
-        """Ids of the stable prefix: the context behind which `warm` computes chunks."""
+        self._template = _parse_template(template)
+        self._chat_template = ChatTemplate(self.tokenizer, date, template_kwargs or {})
+        first_turn = self._first_turn()
+        self._bos_marks_turns = self.chat and self._count_bos(first_turn) > 1
+        self.prefix_ids = self._stable_prefix(first_turn)
 
     def chunk_ids(self, text: str) -> tuple[int, ...]:
         """The ids a passage has alone, at ingestion and in every prompt.
@@ -279,9 +304,13 @@ class PromptBuilder:
         return ids
 
     def chunk_pieces(self, text: str) -> list[tuple[int, ...]]:
-        """Ids of each separately cached piece of a passage, separators inside it left out."""
+        """Ids of each separately cached piece of a passage, separators inside it left out.
+
+        Raises:
+            PromptError: the passage has no tokens, or the segmenter's pieces do not tile it.
+        """
         ids = self.chunk_ids(text)
-        return [ids[piece.start : piece.end] for piece in self.segmenter.pieces(ids) if not piece.separator]
+        return [ids[piece.start : piece.end] for piece in self._cut(ids) if not piece.separator]
 
     def build(
         self,
@@ -296,183 +325,206 @@ class PromptBuilder:
             PromptError: the question or a passage is empty, or the chat template cannot show these messages.
         """
         if not question.strip():
-            msg = "the question is empty: pass a question with at least one word"
-            raise PromptError(msg)
+            raise PromptError(_NO_QUESTION)
         fields = {
             "context": _Part(SegmentKind.CHUNK, passages=Passages.of(passages)),
             "question": _Part(SegmentKind.QUESTION, question),
         }
-        asked = [
-            fields[name] if name else _Part(SegmentKind.GLUE, literal, trusted=True) for literal, name in self.template
-        ]
-        return self._lay_out([*self._messages_as_parts(history, asked_in_history=False), ("user", asked, {})])
+        asked = tuple(part if isinstance(part, _Part) else fields[part] for part in self._template)
+        return self._lay_out([*_turns(history), Turn("user", asked)])
 
     def build_messages(self, messages: Sequence[Message]) -> PromptLayout:
         """Lay out a whole conversation; the last user message that holds text is the question.
 
         Raises:
-            PromptError: there is no message, no question, or the chat template cannot show these messages.
+            PromptError: there is no question, a passage is empty, or the chat template cannot show these messages.
         """
-        if not any(message.role == "user" and _has_text(message) for message in messages):
+        asked = [i for i, message in enumerate(messages) if message.role == "user" and _has_text(message)]
+        if not asked:
             msg = "the conversation holds no question: add a user message with text"
             raise PromptError(msg)
-        return self._lay_out(self._messages_as_parts(messages, asked_in_history=True))
+        return self._lay_out(_turns(messages, question_at=asked[-1]))
 
-    def _messages_as_parts(
-        self, messages: Sequence[Message], *, asked_in_history: bool
-    ) -> list[_Turn]:
-        asks = [i for i, message in enumerate(messages) if message.role == "user" and _has_text(message)]
-        question_at = asks[-1] if asked_in_history and asks else -1
-        found = []
-        for i, message in enumerate(messages):
-            kind = SegmentKind.QUESTION if i == question_at else SegmentKind.HISTORY
-            parts = [
-                _Part(SegmentKind.CHUNK, passages=content) if isinstance(content, Passages) else _Part(kind, content)
-                for content in message.content
-            ]
-            found.append((message.role, parts, message.extra))
-        return found
-
-    def _lay_out(self, messages: list[_Turn]) -> PromptLayout:
-        pieces = self._tokenise(self._render(messages))
+    def _lay_out(self, turns: list[Turn[_Part]]) -> PromptLayout:
+        pieces = self._tokenise(self._render(turns))
+        if all(piece.kind is not SegmentKind.QUESTION for piece in pieces):
+            raise PromptError(_NO_QUESTION)
         return _splice(pieces, self.prefix_ids)
 
-    def _render(
-        self, messages: list[_Turn], *, generation_prompt: bool = True
-    ) -> list[_Part]:
+    def _render(self, turns: list[Turn[_Part]]) -> list[_Part]:
         """Parts of the whole prompt in order, template text included."""
-        system = [] if self.system is None else [_Part(SegmentKind.PREFIX, self.system)]
-        if self.chat:
-            leading: list[_Turn] = [("system", system, {})] if system else []
-            return self._render_chat([*leading, *messages], generation_prompt)
-        parts = [*system, _Part(SegmentKind.GLUE, "\n\n", trusted=True)] if system else []
-        for role, content, _ in messages[:-1]:
-            name = _Part(SegmentKind.GLUE, f"{role.capitalize()}: ", trusted=True)
-            parts += [name, *content, _Part(SegmentKind.GLUE, "\n\n", trusted=True)]
-        return [*parts, *messages[-1][1]]
-
-    def _render_chat(
-        self, messages: list[_Turn], generation_prompt: bool
-    ) -> list[_Part]:
-        parts = [part for _, content, _ in messages for part in content]
-        numbers = iter(range(len(parts)))
-        rendered_messages = [
-            {"role": role, "content": "".join(f"@@BLEND-RAG-PART-{next(numbers)}@@" for _ in content), **extra}
-            for role, content, extra in messages
+        system = () if self.system is None else (_Part(SegmentKind.PREFIX, self.system),)
+        if not self.chat:
+            return _render_plain(system, turns)
+        leading = [Turn("system", system)] if system else []
+        return [
+            _Part(SegmentKind.GLUE, item.text, trusted=not item.literal) if isinstance(item, TemplateText) else item
+            for item in self._chat_template.weave([*leading, *turns])
         ]
-        arguments = {
-            "date_string": self._date.strftime("%d %b %Y"),
-            "strftime_now": self._date.strftime,
-            **self._template_kwargs,
-        }
-        try:
-            text = self.tokenizer.source.apply_chat_template(
-                rendered_messages, tokenize=False, add_generation_prompt=generation_prompt, **arguments
-            )
-        except Exception as error:  # templates raise whatever their author wrote
-            msg = f"the chat template refuses these messages: {error}"
-            raise PromptError(msg) from error
-        pieces = _SENTINEL.split(text)  # template text and part numbers in turn
-        shown = [int(number) for number in pieces[1::2]]
-        if sorted(shown) != list(range(len(parts))):
-            msg = "the chat template drops or repeats message content, so its prompts cannot be laid out exactly"
-            raise PromptError(msg)
-        woven = [_Part(SegmentKind.GLUE, pieces[0], trusted=True)]
-        for number, literal in zip(shown, pieces[2::2], strict=True):
-            woven += [parts[number], _Part(SegmentKind.GLUE, literal, trusted=True)]
-        return woven
 
     def _tokenise(self, parts: list[_Part]) -> list[_Tokens]:
         """Ids of every part; adjoining template texts are one piece; a BOS in front where the tokenizer adds one."""
         pieces: list[_Tokens] = []
-        glue = ""
-        for part in [*parts, None]:
-            if part is not None and part.trusted:
-                glue += part.text
-                continue
-            if glue:
-                pieces.append(_Tokens(SegmentKind.GLUE, glue, self.tokenizer.markup(glue)))
-                glue = ""
-            if part is None:
-                break
-            if part.passages is not None:
-                pieces += self._tokenise_passages(part.passages)
+        parts = _join_template_text(parts)
+        for part, following in zip(parts, [*parts[1:], None], strict=True):
+            if part.trusted:
+                before_content = following is not None and following.kind is not SegmentKind.GLUE
+                found = [self._tokenise_template_text(part.text, leads=not pieces, before_content=before_content)]
+            elif part.passages is not None:
+                found = self._tokenise_passages(part.passages)
             else:
-                pieces.append(_Tokens(part.kind, part.text, self.tokenizer.literal(part.text)))
+                ids = self.tokenizer.literal(part.text, inside=part.kind is SegmentKind.GLUE)
+                found = [_Tokens(part.kind, part.text, ids)]
+            pieces += [piece for piece in found if piece.ids]
         bos = self.tokenizer.bos_ids
-        leading = pieces[0].ids if pieces else ()
-        if bos and leading[: len(bos)] != bos:
+        if bos and (not pieces or pieces[0].ids[: len(bos)] != bos):
             pieces.insert(0, _Tokens(SegmentKind.GLUE, "", bos))
-        return [piece for piece in pieces if piece.ids]
+        return pieces
 
-    def _tokenise_passages(
-        self, passages: Passages
-    ) -> list[_Tokens]:
+    def _tokenise_template_text(self, text: str, *, leads: bool, before_content: bool) -> _Tokens:
+        written = text
+        if before_content and self.tokenizer.adds_prefix_space:
+            written = text.removesuffix(" ")  # what follows brings its own
+        ids = self.tokenizer.markup(written, inside=not leads)
+        bos = self.tokenizer.bos_ids
+        if bos and not self._bos_marks_turns:
+            front = len(bos) if leads and ids[: len(bos)] == bos else 0
+            ids = ids[:front] + _without_run(ids[front:], bos)
+        return _Tokens(SegmentKind.GLUE, text, ids)
+
+    def _tokenise_passages(self, passages: Passages) -> list[_Tokens]:
         pieces: list[_Tokens] = []
         for number, passage in enumerate(passages.passages):
             if number and self.separator:
                 pieces.append(_Tokens(SegmentKind.SEPARATOR, self.separator.text, self.separator.ids))
             ids = self.chunk_ids(passage.text)
-            cuts = self.segmenter.pieces(ids)
-            for cut in cuts:
-                run = ids[cut.start : cut.end]
-                text = passage.text if len(cuts) == 1 else self.tokenizer.decode(run)
+            cuts = self._cut(ids)
+            for cut, text in zip(cuts, self._texts(passage.text, cuts), strict=True):
                 kind = SegmentKind.SEPARATOR if cut.separator else SegmentKind.CHUNK
-                pieces.append(_Tokens(kind, text, run, passage.source))
+                pieces.append(_Tokens(kind, text, ids[cut.start : cut.end], passage.source))
         return pieces
 
-    def _stable_prefix(self) -> tuple[int, ...]:
-        """Everything that stands before the first question, history or chunk of a first turn."""
-        fixed: list[_Part] = []
-        for literal, name in self.template:
-            if name:
-                break
-            fixed.append(_Part(SegmentKind.GLUE, literal, trusted=True))
-        probe = _Part(SegmentKind.QUESTION, "x")
-        parts = self._render([("user", [*fixed, probe], {})])
-        pieces = self._tokenise(parts[: parts.index(probe)])
+    def _cut(self, ids: tuple[int, ...]) -> list[Piece]:
+        pieces = [piece for piece in self.segmenter.pieces(ids) if piece.end > piece.start]
+        if [piece.start for piece in pieces] + [len(ids)] != [0] + [piece.end for piece in pieces]:
+            msg = "the segmenter's pieces do not tile the passage: each must start where the one before ends"
+            raise PromptError(msg)
+        return pieces
+
+    def _texts(self, text: str, cuts: list[Piece]) -> list[str]:
+        """The text of each cut; together they are `text`, whatever decoding would lose."""
+        if len(cuts) == 1:
+            return [text]
+        offsets = self.tokenizer.literal_encoding(text).offsets
+        borders = [0, *(offsets[cut.start][0] for cut in cuts[1:]), len(text)]
+        return [text[start:end] for start, end in pairwise(borders)]
+
+    def _first_turn(self) -> list[_Part]:
+        """Parts of a first turn's prompt up to and including a stand-in for its first content."""
+        content = _Part(SegmentKind.QUESTION, "x")
+        parts = [part if isinstance(part, _Part) else content for part in self._template]
+        return self._render([Turn("user", tuple(parts[: parts.index(content) + 1]))])
+
+    def _count_bos(self, parts: list[_Part]) -> int:
+        bos = self.tokenizer.bos_ids
+        texts = [self.tokenizer.markup(part.text) for part in _join_template_text(parts) if part.trusted]
+        return sum(len(ids) - len(_without_run(ids, bos)) for ids in texts) // len(bos) if bos else 0
+
+    def _stable_prefix(self, first_turn: list[_Part]) -> tuple[int, ...]:
+        pieces = takewhile(lambda piece: piece.kind is not SegmentKind.QUESTION, self._tokenise(first_turn))
         return tuple(token_id for piece in pieces for token_id in piece.ids)
+
+
+def _derive_separator(tokenizer: PromptTokenizer, text: str | None) -> Separator | None:
+    if text is None:
+        return None
+    ids = tokenizer.literal(text)
+    if text.isspace() and (not ids or tokenizer.unk_id in ids):
+        return None  # the tokenizer would lose it between two words as well
+    return Separator.derive(tokenizer, text)
 
 
 def _has_text(message: Message) -> bool:
     return any(isinstance(content, str) and content.strip() for content in message.content)
 
 
-def _splice(
-    pieces: list[_Tokens], prefix_ids: tuple[int, ...]
-) -> PromptLayout:
-    """Put pieces behind each other; those that make up the stable prefix become one segment."""
+def _turns(messages: Sequence[Message], question_at: int | None = None) -> list[Turn[_Part]]:
+    turns = []
+    for i, message in enumerate(messages):
+        kind = SegmentKind.QUESTION if i == question_at else SegmentKind.HISTORY
+        parts = [
+            _Part(SegmentKind.CHUNK, passages=content) if isinstance(content, Passages) else _Part(kind, content)
+            for content in message.content
+        ]
+        turns.append(Turn(message.role, tuple(parts), message.extra))
+    return turns
+
+
+def _render_plain(system: tuple[_Part, ...], turns: list[Turn[_Part]]) -> list[_Part]:
+    """System text, the turns before the last with their roles, and the last as it is, a blank line between them."""
+    gap = _Part(SegmentKind.GLUE, "\n\n", trusted=True)
+    parts = [*system, gap] if system else []
+    for turn in turns[:-1]:
+        parts += [_Part(SegmentKind.GLUE, f"{turn.role.capitalize()}: ", trusted=True), *turn.content, gap]
+    return [*parts, *turns[-1].content]
+
+
+def _join_template_text(parts: list[_Part]) -> list[_Part]:
+    joined: list[_Part] = []
+    for part in parts:
+        if part.trusted and joined and joined[-1].trusted:
+            part = _Part(SegmentKind.GLUE, joined.pop().text + part.text, trusted=True)
+        joined.append(part)
+    return joined
+
+
+def _without_run(ids: tuple[int, ...], run: tuple[int, ...]) -> tuple[int, ...]:
+    """`ids` without any occurrence of `run`."""
+    kept: list[int] = []
+    at = 0
+    while at < len(ids):
+        if ids[at : at + len(run)] == run:
+            at += len(run)
+        else:
+            kept.append(ids[at])
+            at += 1
+    return tuple(kept)
+
+
+def _splice(pieces: list[_Tokens], prefix_ids: tuple[int, ...]) -> PromptLayout:
+    """Put pieces behind each other; leading template and system text in common with the prefix is one segment."""
     token_ids = tuple(token_id for piece in pieces for token_id in piece.ids)
     segments: list[Segment] = []
     at = 0
     for kind, text, ids, source in pieces:
         segments.append(Segment(kind, at, at + len(ids), text, source))
         at += len(ids)
-    width = len(prefix_ids)
-    inside = [segment for segment in segments if segment.end <= width]
-    if width and token_ids[:width] == prefix_ids and inside and inside[-1].end == width:
-        text = "".join(segment.text for segment in inside)
-        segments[: len(inside)] = [Segment(SegmentKind.PREFIX, 0, width, text)]
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, prefix_ids, strict=False)))
+    stable = (SegmentKind.GLUE, SegmentKind.PREFIX)
+    leading = list(takewhile(lambda segment: segment.kind in stable and segment.end <= common, segments))
+    if leading:
+        text = "".join(segment.text for segment in leading)
+        segments[: len(leading)] = [Segment(SegmentKind.PREFIX, 0, leading[-1].end, text)]
     return PromptLayout(token_ids, tuple(segments), prefix_ids)
 
 
-def _parse_template(template: str) -> list[tuple[str, str]]:
-    """[(literal text, ""), ("", field), …] of a template with `{context}` and `{question}` once each."""
-    found: list[tuple[str, str]] = []
+def _parse_template(template: str) -> list[_Part | str]:
+    """Literal parts and names of fields of a template that holds `{context}` and `{question}` once each."""
     try:
-        for literal, name, spec, conversion in Formatter().parse(template):
-            if literal:
-                found.append((literal, ""))
-            if name is not None:
-                if spec or conversion:
-                    msg = "fields of a prompt template take no format: write {context} and {question}"
-                    raise PromptError(msg)
-                found.append(("", name))
+        fields = list(Formatter().parse(template))
     except ValueError as error:
         msg = f"the prompt template cannot be read ({error}): write literal braces as {{{{ and }}}}"
         raise PromptError(msg) from error
-    names = sorted(name for _, name in found if name)
-    if names != ["context", "question"]:
-        msg = f"a prompt template holds {{context}} and {{question}} once each, this one has {names or 'neither'}"
+    if any(spec or conversion for _, _, spec, conversion in fields):
+        msg = "fields of a prompt template take no format: write {context} and {question}"
         raise PromptError(msg)
-    return found
+    names = [name for _, name, _, _ in fields if name is not None]
+    if sorted(names) != ["context", "question"]:
+        found = ", ".join(f"{{{name}}}" for name in names) or "neither"
+        msg = f"a prompt template holds {{context}} and {{question}} once each, this one has {found}"
+        raise PromptError(msg)
+    parsed: list[_Part | str] = []
+    for text, name, _, _ in fields:
+        parsed += [_Part(SegmentKind.GLUE, text, trusted=True)] if text else []
+        parsed += [name] if name is not None else []
+    return parsed

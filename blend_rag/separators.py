@@ -10,11 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from string import punctuation
 
 from blend_rag.errors import PromptError
 from blend_rag.tokenization import PromptTokenizer
 
 _NEIGHBOURS = ("", "a", "Z", "9", ".", ")", "#", "-", "\n", "\n\n", " ", "é", "the end", "\u4e2d")
+_CONTEXTS = (
+    *product(_NEIGHBOURS, repeat=2),
+    *((mark, "a") for mark in punctuation),
+    *(("a", mark) for mark in punctuation),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,7 @@ class Separator:
         """Derive a separator from a string, or from the name of one reserved token.
 
         Raises:
-            PromptError: the text is empty or has no tokens.
+            PromptError: the text is empty, has no tokens, or cannot be spelled by this tokenizer.
         """
         if not text:
             msg = "a separator cannot be empty: pass separator=None for none"
@@ -46,9 +52,9 @@ class Separator:
         reserved = tokenizer.token_id(text)
         if reserved is not None:
             return cls(text, (reserved,), ((reserved,),))
-        ids = tokenizer.literal(text)
-        if not ids:
-            msg = f"separator {text!r} has no tokens in this tokenizer: choose another"
+        ids = _spliced_ids(tokenizer, text)
+        if not ids or tokenizer.unk_id in ids:
+            msg = f"this tokenizer has no tokens that spell separator {text!r}: choose another, or None"
             raise PromptError(msg)
         patterns, fragile = _patterns_in_text(tokenizer, text)
         ordered = sorted({ids, *patterns}, key=lambda pattern: (-len(pattern), pattern))
@@ -79,33 +85,45 @@ class Separator:
         return 0
 
 
+def _spliced_ids(tokenizer: PromptTokenizer, text: str) -> tuple[int, ...]:
+    """Ids between two chunks: where a chunk brings its own leading space, the separator's last one would double it."""
+    if tokenizer.adds_prefix_space:
+        text = text.removesuffix(" ") or text
+    return tokenizer.literal(text, inside=True)
+
+
 def _patterns_in_text(tokenizer: PromptTokenizer, text: str) -> tuple[set[tuple[int, ...]], str | None]:
-    """Id runs that cover the visible part of `text` between different neighbours, and why they may be unreliable."""
-    visible = text.strip()
-    if not visible:
-        return set(), f"separator {text!r} is white space, which ordinary text holds too: use a visible one in text"
-    lead = text.index(visible)
-    patterns: set[tuple[int, ...]] = set()
-    swallowed = 0
-    for left, right in product(_NEIGHBOURS, repeat=2):
-        start = len(left) + lead
-        inside = range(len(left), len(left) + len(text))
-        encoding = tokenizer.markup_encoding(left + text + right)
-        run = [
-            (token_id, begin, end)
-            for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True)
-            if begin < start + len(visible) and end > start
-        ]
-        neighbourly = (left[run[0][1] :] + right[: run[-1][2] - inside.stop]) if run else "x"
-        reaches_out = run and (run[0][1] < inside.start or run[-1][2] > inside.stop) and neighbourly.strip()
-        if not run or reaches_out:
-            swallowed += 1
-        else:
-            patterns.add(tuple(token_id for token_id, _, _ in run))
-    if not swallowed:
-        return patterns, None
-    share = f"{swallowed} of {len(_NEIGHBOURS) ** 2}"
-    return patterns, (
-        f"separator {text!r} merges with its neighbours in {share} cases: "
-        "in plain text use one with white space around it, or a reserved token"
-    )
+    """Id runs that `text` becomes between different neighbours, and why they may be unreliable."""
+    runs = [_run_between(tokenizer, left, text, right) for left, right in _CONTEXTS]
+    patterns = {run for run in runs if run}
+    swallowed = len(runs) - sum(bool(run) for run in runs)
+    if text.isspace():
+        return patterns, f"separator {text!r} is white space, which ordinary text holds too: use a visible one in text"
+    if swallowed:
+        return patterns, (
+            f"separator {text!r} merges with its neighbours in {swallowed} of {len(runs)} cases: "
+            "in plain text use one with white space around it, or a reserved token"
+        )
+    return patterns, None
+
+
+def _run_between(tokenizer: PromptTokenizer, left: str, text: str, right: str) -> tuple[int, ...]:
+    """Ids that cover the visible part of `text`; empty where they are lost or take visible neighbours with them.
+
+    White space around the visible part is left out, because it tends to merge with the neighbours.
+    """
+    visible = text.strip() or text
+    start = len(left) + text.index(visible)
+    stop = start + len(visible)
+    whole = left + text + right
+    encoding = tokenizer.markup_encoding(whole)
+    run = [
+        (token_id, begin, end)
+        for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True)
+        if begin < stop and end > start
+    ]
+    if not run:
+        return ()
+    taken_along = whole[run[0][1] : start] + whole[stop : run[-1][2]]
+    ids = tuple(token_id for token_id, _, _ in run)
+    return () if taken_along.strip() or tokenizer.unk_id in ids else ids
