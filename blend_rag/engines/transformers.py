@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from tqdm.auto import tqdm
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from blend_rag.blend.passes import BlendResult, blend, compute_chunk_kv
@@ -25,6 +25,7 @@ from blend_rag.engines.base import Generation, GenerationChunk, ReuseReport, Sam
 from blend_rag.engines.decoder import TransformersDecoder
 from blend_rag.engines.fingerprint import model_fingerprint
 from blend_rag.engines.hot import HotPrefixes
+from blend_rag.engines.loading import DEFAULT_MODEL_NAME, load_model_and_tokenizer, resolve_model
 from blend_rag.engines.report import make_report, segment_reports
 from blend_rag.engines.sampling import make_sampler
 from blend_rag.engines.self_test import SelfTestReport, run_self_test
@@ -89,11 +90,9 @@ class TransformersEngine:
             raise PolicyError(msg)
         self.policy = policy or RecomputePolicy()
         make_selector(self.policy)
-        from blend_rag.engines.loading import load_model_and_tokenizer, resolve_model
-
         path = resolve_model(model, show_progress=show_progress)
         loaded, self.tokenizer = load_model_and_tokenizer(path, device, dtype)
-        self.model_name = str(model) if model is not None else path.name
+        self.model_name = str(model) if model is not None else DEFAULT_MODEL_NAME
         self._init_from(loaded, store, store_dtype, namespace, max_model_len, hot_bytes, self_test)
 
     @classmethod
@@ -151,6 +150,15 @@ class TransformersEngine:
     @property
     def device(self) -> torch.device:
         return self.decoder.device
+
+    @property
+    def threads(self) -> int:
+        """CPU threads torch computes with."""
+        return torch.get_num_threads()
+
+    def clear_hot(self) -> None:
+        """Drop the exact KV kept on the device; stored chunk KV stays."""
+        self._hot.clear()
 
     def __enter__(self) -> TransformersEngine:
         return self

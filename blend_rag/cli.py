@@ -1,0 +1,171 @@
+"""The `blend-rag` command: `demo`, `ask`, `doctor`.
+
+Results go to stdout, progress and errors to stderr; with `--json` stdout holds JSON alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+import blend_rag
+from blend_rag.blend.policy import RecomputePolicy
+from blend_rag.blend.selectors import SELECTORS
+from blend_rag.errors import BlendRagError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=blend_rag.__doc__)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+Model = Annotated[
+    str | None, typer.Option(help="Model folder, .gguf file or hub id. Left out: the packaged SmolLM2-135M-Instruct.")
+]
+Ratio = Annotated[float, typer.Option(help="Share of reused chunk tokens to recompute, 0 to 1.")]
+SelectorName = Annotated[str, typer.Option(help=f"Which tokens to recompute: {', '.join(SELECTORS)}.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+
+
+def main() -> None:
+    """Run the command; what goes wrong on a user's side is one line and a non-zero exit."""
+    try:
+        app(standalone_mode=True)
+    except BlendRagError as error:
+        err.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        sys.exit(1)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        out.print(blend_rag.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Reuse the KV of retrieved chunks anywhere in a prompt."""
+
+
+@app.command()
+def demo(
+    model: Model = None,
+    out_folder: Annotated[Path, typer.Option("--out", help="Where report.json and ttft.png go.")] = Path("build/demo"),
+    ratio: Ratio = RecomputePolicy().ratio,
+    selector: SelectorName = RecomputePolicy().selector,
+    questions: Annotated[int, typer.Option(min=1, help="How many of the built-in questions to ask.")] = 7,
+    k: Annotated[int, typer.Option(min=1, help="Passages per question.")] = 6,
+    as_json: AsJson = False,
+) -> None:
+    """Ingest Python's language reference, warm its KV, answer questions, compare with full prefill."""
+    from blend_rag.demo import QUESTIONS, Answered, Library, run_demo, summarise, write_report
+    from blend_rag.evaluation.report import demo_table
+
+    say = err if as_json else out
+    policy = RecomputePolicy(ratio=ratio, selector=selector)
+    with blend_rag.load_engine(model, policy=policy, show_progress=True) as engine:
+        say.print(f"model [bold]{escape(engine.model_name)}[/bold] on {engine.device}, self-test passed")
+        library = Library.of_reference(engine)
+        say.print(f"{len(library.passages)} passages of the Python language reference embedded and indexed")
+        warmed = engine.warm(library.prompts, library.passages, show_progress=True)
+        say.print(f"KV of {warmed.tokens_computed:,} tokens warmed in {warmed.seconds:.0f} s, once for all questions")
+
+        def ask(question: str, number: int) -> None:
+            say.print(f"\n[bold]{number}. {escape(question)}[/bold]")
+
+        def tell(answered: Answered) -> None:
+            sources = ", ".join(passage.source or "?" for passage in answered.passages)
+            say.print(f"\n[dim]sources: {escape(sources)}\n{escape(str(answered.generation.report))}[/dim]")
+
+        rows = []
+        show = lambda text: say.print(escape(text), end="", soft_wrap=True)  # noqa: E731
+        for row in run_demo(library, QUESTIONS[:questions], k=k, show=show, on_question=ask, on_answer=tell):
+            if not rows:
+                say.print("\ncomparing with full prefill, in turn in this process …")
+            rows.append(row)
+        report = summarise(engine, rows)
+    write_report(report, out_folder)
+    if as_json:
+        print(json.dumps(report, indent=2))  # noqa: T201
+        return
+    out.print(demo_table(report["questions"]))
+    out.print(
+        f"median speed-up of the first token ×{report['ttft_speedup_median']:.1f}; mean KL to full prefill "
+        f"{report['kl_to_full_mean']:.3f} (reuse without recomputation {report['kl_reuse_only_mean']:.3f})"
+    )
+    out.print(f"written: {out_folder / 'report.json'}, {out_folder / 'ttft.png'}")
+
+
+@app.command()
+def ask(
+    questions: Annotated[list[str], typer.Argument(help="One or more questions.")],
+    docs: Annotated[
+        list[Path] | None, typer.Option(help="Text files or folders. Left out: Python's language reference.")
+    ] = None,
+    model: Model = None,
+    ratio: Ratio = RecomputePolicy().ratio,
+    selector: SelectorName = RecomputePolicy().selector,
+    k: Annotated[int, typer.Option(min=1, help="Passages per question.")] = 6,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    as_json: AsJson = False,
+) -> None:
+    """Answer questions from documents; passages that several questions share are computed once."""
+    from blend_rag.corpus import load_documents
+    from blend_rag.demo import Library
+
+    say = err if as_json else out
+    if not all(question.strip() for question in questions):
+        msg = "the question is empty: pass a question with at least one word"
+        raise BlendRagError(msg)
+    policy = RecomputePolicy(ratio=ratio, selector=selector)
+    with blend_rag.load_engine(model, policy=policy, show_progress=True) as engine:
+        prompts = blend_rag.PromptBuilder(engine.tokenizer, system="Answer the question from the passages, briefly.")
+        count = lambda text: len(prompts.tokenizer.literal(text))  # noqa: E731
+        library = Library.of(engine, prompts, load_documents(docs, count)) if docs else Library.of_reference(engine)
+        found = [hit.passage for question in questions for hit in library.retriever.search(question, k)]
+        engine.warm(library.prompts, found, show_progress=True)
+        results: list[dict[str, Any]] = []
+        for question in questions:
+            say.print(f"[bold]{escape(question)}[/bold]")
+            answered = library.answer(
+                question, k, max_tokens, lambda text: say.print(escape(text), end="", soft_wrap=True)
+            )
+            sources = [passage.source for passage in answered.passages]
+            report = answered.generation.report
+            say.print(f"\n[dim]sources: {escape(', '.join(map(str, sources)))}\n{escape(str(report))}[/dim]\n")
+            results.append(
+                {
+                    "question": question,
+                    "answer": answered.generation.text,
+                    "finish_reason": answered.generation.finish_reason,
+                    "sources": sources,
+                    "report": report.as_dict(),
+                }
+            )
+    if as_json:
+        print(json.dumps({"model": engine.model_name, "answers": results}, indent=2))  # noqa: T201
+
+
+@app.command()
+def doctor(model: Model = None, as_json: AsJson = False) -> None:
+    """Prove on your model that a warmed chunk is reused at another position and that answers stay right."""
+    from blend_rag.doctor import diagnose
+
+    checks = diagnose(model)
+    failed = [check for check in checks if not check.ok]
+    if as_json:
+        print(json.dumps({"ok": not failed, "checks": [check.as_dict() for check in checks]}, indent=2))  # noqa: T201
+    else:
+        for check in checks:
+            mark = "[green]ok[/green]  " if check.ok else "[red]FAIL[/red]"
+            out.print(f"{mark} {escape(check.name)}: {escape(check.detail)}", soft_wrap=True)
+            if not check.ok:
+                out.print(f"     → {escape(check.remedy)}", soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
