@@ -83,7 +83,7 @@ def demo(
             sources = ", ".join(passage.source or "?" for passage in answered.passages)
             say.print(f"\n[dim]sources: {escape(sources)}\n{escape(str(answered.generation.report))}[/dim]")
 
-        rows = []
+        rows: list[dict[str, Any]] = []
         show = lambda text: say.print(escape(text), end="", soft_wrap=True)  # noqa: E731
         for row in run_demo(library, QUESTIONS[:questions], k=k, show=show, on_question=ask, on_answer=tell):
             if not rows:

@@ -84,8 +84,8 @@ def load_model_and_tokenizer(
     wanted: Any = dtype or (torch.float32 if target.type == "cpu" else "auto")
     with _quiet_transformers():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path)  # type: ignore[no-untyped-call]
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, use_safetensors=True)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, use_safetensors=True)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
             msg = f"the model in {path} cannot be loaded: {_one_line(error)}"
             raise ModelError(msg) from error
@@ -124,13 +124,20 @@ def _checked_folder(path: Path) -> Path:
     raise ModelError(msg)
 
 
-def _downloaded(hub_id: str, show_progress: bool) -> Path:
-    import huggingface_hub
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+class _NoBars(tqdm[Any]):
+    """Bars that are never drawn."""
 
-    (enable_progress_bars if show_progress else disable_progress_bars)()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "disable": True})
+
+
+def _downloaded(hub_id: str, show_progress: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_PATTERNS))
+        return Path(
+            snapshot_download(hub_id, allow_patterns=_HUB_PATTERNS, tqdm_class=tqdm if show_progress else _NoBars)
+        )
     except Exception as error:  # the hub client raises many kinds, all of which mean: no model
         msg = f"{hub_id} is no local folder and cannot be had from the hub ({_one_line(error)}): pass a local folder"
         raise ModelError(msg) from error
@@ -163,9 +170,7 @@ def _convert(gguf: Path, target: Path, show_progress: bool) -> None:
         with tqdm(total=3, desc=f"converting {gguf.name} once", unit="step", disable=not show_progress) as bar:
             with _quiet_transformers():
                 try:
-                    tokenizer = AutoTokenizer.from_pretrained(  # type: ignore[no-untyped-call]
-                        gguf.parent, gguf_file=gguf.name
-                    )
+                    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
                     bar.update()
                     model = AutoModelForCausalLM.from_pretrained(
                         gguf.parent,
@@ -203,7 +208,7 @@ def _quiet_transformers() -> Iterator[None]:
     """No bars and warnings of transformers' own."""
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()  # type: ignore[no-untyped-call]
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
