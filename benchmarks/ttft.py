@@ -12,11 +12,10 @@ import platform
 import random
 from importlib.metadata import version
 from pathlib import Path
+from pydoc_data import topics
 from typing import Annotated
 
-import torch
 import typer
-from pydoc_data import topics
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
@@ -117,7 +116,7 @@ def main(
             rows += measure(engine, layout, _numbers(selector, str), _numbers(ratio, float), repeats)
         result = {
             "model": engine.model_name,
-            "device": f"{engine.device} ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)",
+            "device": f"{engine.device} ({platform.machine()}, {engine.threads} threads)",
             "versions": {name: version(name) for name in ("blend-rag", "torch", "transformers")},
             "rows": rows,
         }

@@ -22,6 +22,7 @@ from blend_rag.errors import BlendRagError
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=blend_rag.__doc__)
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+DEFAULT = RecomputePolicy()
 
 Model = Annotated[
     str | None, typer.Option(help="Model folder, .gguf file or hub id. Left out: the packaged SmolLM2-135M-Instruct.")
@@ -57,8 +58,8 @@ def root(
 def demo(
     model: Model = None,
     out_folder: Annotated[Path, typer.Option("--out", help="Where report.json and ttft.png go.")] = Path("build/demo"),
-    ratio: Ratio = RecomputePolicy().ratio,
-    selector: SelectorName = RecomputePolicy().selector,
+    ratio: Ratio = DEFAULT.ratio,
+    selector: SelectorName = DEFAULT.selector,
     questions: Annotated[int, typer.Option(min=1, help="How many of the built-in questions to ask.")] = 7,
     k: Annotated[int, typer.Option(min=1, help="Passages per question.")] = 6,
     as_json: AsJson = False,
@@ -109,8 +110,8 @@ def ask(
         list[Path] | None, typer.Option(help="Text files or folders. Left out: Python's language reference.")
     ] = None,
     model: Model = None,
-    ratio: Ratio = RecomputePolicy().ratio,
-    selector: SelectorName = RecomputePolicy().selector,
+    ratio: Ratio = DEFAULT.ratio,
+    selector: SelectorName = DEFAULT.selector,
     k: Annotated[int, typer.Option(min=1, help="Passages per question.")] = 6,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     as_json: AsJson = False,

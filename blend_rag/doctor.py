@@ -1,4 +1,4 @@
-"""Checks that prove blending works here: versions, self-test, reuse at another position, agreement with full prefill."""
+"""Checks that prove blending works here: versions, self-test, reuse at another position, agreement."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Decoder(Protocol):
         ...
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the model's own RoPE at `positions` [n], each [n, head_dim] in float32, scaling included."""
+        """The model's own RoPE at `positions` [n]: cos and sin, each [n, head_dim] in float32, scaling included."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -137,7 +138,7 @@ def _hidden(states: torch.Tensor | None) -> torch.Tensor:
 
 def _split(sizes: Sequence[int]) -> list[slice]:
     ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    return [slice(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    return [slice(start, end) for start, end in pairwise(ends)]
 
 
 def _empty_chunk(shape: AttentionShape, size: int, dtype: torch.dtype) -> torch.Tensor:

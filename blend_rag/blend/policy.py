@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from blend_rag.errors import PolicyError
 
@@ -54,7 +55,7 @@ class RecomputePolicy:
             msg = f"context={self.context!r} is unknown: choose 'prefix' or 'alone'"
             raise PolicyError(msg)
         steps = [*self.schedule, (self.check_layer, self.ratio)] if self.schedule else []
-        for (layer, ratio), (next_layer, next_ratio) in zip(steps, steps[1:], strict=False):
+        for (layer, ratio), (next_layer, next_ratio) in pairwise(steps):
             if next_layer <= layer or next_ratio > ratio or ratio > 1.0:
                 msg = "a schedule needs rising layers and falling ratios, ending at check_layer and ratio"
                 raise PolicyError(msg)

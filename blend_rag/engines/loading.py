@@ -167,24 +167,26 @@ def _convert(gguf: Path, target: Path, show_progress: bool) -> None:
 
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        with tqdm(total=3, desc=f"converting {gguf.name} once", unit="step", disable=not show_progress) as bar:
-            with _quiet_transformers():
-                try:
-                    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-                    bar.update()
-                    model = AutoModelForCausalLM.from_pretrained(
-                        gguf.parent,
-                        gguf_file=gguf.name,
-                        quantization_config=GgufConfig(dequantize=True),
-                        dtype=torch.float32,
-                    )
-                    bar.update()
-                except (OSError, ValueError, KeyError, ImportError, RuntimeError, IndexError) as error:
-                    msg = f"{gguf} cannot be read as GGUF: {_one_line(error)}"
-                    raise ModelError(msg) from error
-                tokenizer.save_pretrained(unfinished)
-                model.save_pretrained(unfinished)
+        with (
+            tqdm(total=3, desc=f"converting {gguf.name} once", unit="step", disable=not show_progress) as bar,
+            _quiet_transformers(),
+        ):
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
                 bar.update()
+                model = AutoModelForCausalLM.from_pretrained(
+                    gguf.parent,
+                    gguf_file=gguf.name,
+                    quantization_config=GgufConfig(dequantize=True),
+                    dtype=torch.float32,
+                )
+                bar.update()
+            except (OSError, ValueError, KeyError, ImportError, RuntimeError, IndexError) as error:
+                msg = f"{gguf} cannot be read as GGUF: {_one_line(error)}"
+                raise ModelError(msg) from error
+            tokenizer.save_pretrained(unfinished)
+            model.save_pretrained(unfinished)
+            bar.update()
         unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

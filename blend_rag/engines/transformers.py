@@ -21,7 +21,7 @@ from blend_rag.blend.plan import BlendPlan, Hit, HotKV
 from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.blend.selectors import make_selector
 from blend_rag.engines.answer import Answer
-from blend_rag.engines.base import Generation, GenerationChunk, ReuseReport, SamplingParams, SegmentReport, WarmReport
+from blend_rag.engines.base import Generation, GenerationChunk, SamplingParams, SegmentReport, WarmReport
 from blend_rag.engines.decoder import TransformersDecoder
 from blend_rag.engines.fingerprint import model_fingerprint
 from blend_rag.engines.hot import HotPrefixes

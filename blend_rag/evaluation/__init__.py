@@ -1,0 +1,1 @@
+"""How fast and how faithful: measures, tables and plots."""

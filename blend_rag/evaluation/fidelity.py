@@ -57,7 +57,7 @@ def kl_to_full(
 def _log_probabilities(
     engine: TransformersEngine, layout: PromptLayout, policy: RecomputePolicy, answer: Sequence[int]
 ) -> torch.Tensor:
-    """log p of every forced token's distribution, [tokens, vocabulary], float32."""
+    """Log-probabilities of every forced token's distribution, [tokens, vocabulary], float32."""
     plan = BlendPlan.of(layout, engine.find_kv(layout, policy).hits, policy)
     result = blend(engine.decoder, [plan])[0]
     hidden = [result.last_hidden[None]]
