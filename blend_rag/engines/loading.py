@@ -124,7 +124,7 @@ def _checked_folder(path: Path) -> Path:
     raise ModelError(msg)
 
 
-class _NoBars(tqdm[Any]):
+class _NoBars(tqdm):  # type: ignore[type-arg]
     """Bars that are never drawn."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
