@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
 from blend_rag.errors import CacheFolderError, ModelError
@@ -86,7 +87,7 @@ def load_model_and_tokenizer(
         try:
             tokenizer = AutoTokenizer.from_pretrained(path)
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, use_safetensors=True)
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             msg = f"the model in {path} cannot be loaded: {_one_line(error)}"
             raise ModelError(msg) from error
     return model.to(target).eval(), tokenizer
@@ -181,7 +182,7 @@ def _convert(gguf: Path, target: Path, show_progress: bool) -> None:
                     dtype=torch.float32,
                 )
                 bar.update()
-            except (OSError, ValueError, KeyError, ImportError, RuntimeError, IndexError) as error:
+            except Exception as error:  # the reader raises whatever a torn file makes it trip over
                 msg = f"{gguf} cannot be read as GGUF: {_one_line(error)}"
                 raise ModelError(msg) from error
             tokenizer.save_pretrained(unfinished)
