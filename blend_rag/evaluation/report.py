@@ -12,13 +12,13 @@ from blend_rag.errors import BlendRagError
 
 
 def demo_table(questions: Sequence[dict[str, Any]]) -> Table:
-    """One row a question: tokens by fate, TTFT of full prefill and of blending, KL."""
+    """One row a question, by number: tokens by fate, TTFT of full prefill and of blending, KL."""
     table = Table(title="Full prefill and blending of the same prompts")
-    for name in ("question", "prompt", "reused", "recomputed", "computed", "full s", "blend s", "speed-up", "KL"):
-        table.add_column(name, justify="left" if name == "question" else "right")
-    for row in questions:
+    for name in ("#", "prompt", "reused", "recomputed", "computed", "full s", "blend s", "speed-up", "KL"):
+        table.add_column(name, justify="right")
+    for number, row in enumerate(questions, 1):
         table.add_row(
-            row["question"],
+            str(number),
             *(str(row[f"{name}_tokens"]) for name in ("prompt", "reused", "recomputed", "computed")),
             f"{row['ttft_full_s']:.2f}",
             f"{row['ttft_blend_s']:.2f}",
