@@ -22,17 +22,12 @@ from tqdm.auto import tqdm
 
 from blend_rag import Passage, PromptBuilder, RecomputePolicy, load_engine
 from blend_rag.corpus import reference_passages
+from blend_rag.demo import QUESTIONS as DEMO_QUESTIONS
 from blend_rag.evaluation.fidelity import kl_to_full
 from blend_rag.retrieval import Retriever
 
 QUESTIONS = (
-    "What does the nonlocal statement do?",
-    "When are the default parameter values of a function evaluated?",
-    "Which method does the with statement call when its block ends?",
-    "What is the difference between the is operator and ==?",
-    "What happens when a finally clause executes a return statement?",
-    "How does a class define what happens when its instance is called?",
-    "Which exception does the import statement raise when a module is not found?",
+    *DEMO_QUESTIONS,
     "How are chained comparisons evaluated?",
     "What is the result of the modulo operator with a negative operand?",
     "How does a for loop know that its iterator is exhausted?",

@@ -13,6 +13,7 @@ import torch
 from blend_rag import (
     FULL_PREFILL,
     BlendRagError,
+    Engine,
     MemoryStore,
     Message,
     Passages,
@@ -59,6 +60,10 @@ def test_answers_in_any_order_reuse_every_warmed_chunk(fresh: TransformersEngine
         assert report.recomputed_tokens == round(0.15 * sum(c.tokens for c in chunks))
         assert not report.exact
         assert report.ttft_s > 0
+
+
+def test_engine_keeps_the_protocol(fresh: TransformersEngine) -> None:
+    assert isinstance(fresh, Engine)
 
 
 def test_warming_again_computes_nothing(fresh: TransformersEngine, prompts: PromptBuilder) -> None:

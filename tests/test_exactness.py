@@ -7,6 +7,7 @@ import torch
 
 from blend_rag.blend.passes import blend, compute_chunk_kv
 from blend_rag.engines.decoder import TransformersDecoder
+from blend_rag.errors import PolicyError
 from tests.bare_prompts import RAG, bare_layout, exact_kv, make_plan, plain_logits, stored_kv
 from tests.tiny_models import ARCHITECTURES, ROPES, tiny_model
 
@@ -171,6 +172,13 @@ def test_narrowed_candidates_end_with_the_same_budget_and_reuse_fresh_layers() -
     plan = make_plan(layout, hits, ratio=0.2, selector="k-deviation", check_layer=3, schedule=((1, 0.6), (2, 0.4)))
     [result] = blend(decoder, [plan])
     assert len(result.recomputed) == round(0.2 * 34)
+
+
+def test_check_layer_beyond_the_model_is_refused_in_words() -> None:
+    decoder, layout = decoder_of(), bare_layout()
+    plan = make_plan(layout, stored_kv(decoder, layout), ratio=0.2, selector="k-deviation", check_layer=4)
+    with pytest.raises(PolicyError, match="choose 1 to 3 for this model"):
+        blend(decoder, [plan])
 
 
 def test_deviation_keeps_fresh_kv_of_the_layers_it_computed() -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from blend_rag.blend.decoder import rotate, unrotate
+from blend_rag.blend.passes import compute_chunk_kv
 from blend_rag.engines.decoder import TransformersDecoder, check_supported
 from blend_rag.engines.fingerprint import model_fingerprint
 from blend_rag.engines.self_test import run_self_test
@@ -72,6 +73,18 @@ def test_unrotating_gives_back_what_was_rotated(rope: str) -> None:
     rotate(key, cos, sin, out=turned)
     assert not torch.allclose(turned, key)
     torch.testing.assert_close(unrotate(turned, cos, sin), key, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_k_without_a_hook_is_turned_back(rope: str) -> None:
+    """Fused projections offer no place to see K before RoPE: un-rotating gives the same chunk KV."""
+    chunk = [list(range(3, 40))]
+    hooked = TransformersDecoder(copy.deepcopy(tiny_model("qwen2", rope)))
+    bare = TransformersDecoder(copy.deepcopy(tiny_model("qwen2", rope)))
+    for layer in bare.model.model.layers:
+        layer.self_attn.k_proj._forward_hooks.clear()
+    [expected], [found] = (compute_chunk_kv(each, chunk, None, torch.float32) for each in (hooked, bare))
+    torch.testing.assert_close(found.data, expected.data, atol=1e-4, rtol=1e-4)
 
 
 def test_fingerprint_is_stable_and_sees_weights_and_rope() -> None:

@@ -14,6 +14,7 @@ from blend_rag.blend.attention import CausalRows, attention_mass, position_atten
 from blend_rag.blend.decoder import Decoder, LayerInputs
 from blend_rag.blend.plan import BlendPlan
 from blend_rag.blend.prompt_kv import PromptKV
+from blend_rag.errors import PolicyError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,13 @@ class Probe:
         """Deviation of `candidates` at `layer`, after computing them (and all computed tokens) up to it.
 
         Fresh K/V of the layers passed stay in the prompt's KV: they are better than the stored ones.
+
+        Raises:
+            PolicyError: the model has no such layer.
         """
+        if layer >= self.decoder.shape.layers:
+            msg = f"check layer {layer} does not exist: choose 1 to {self.decoder.shape.layers - 1} for this model"
+            raise PolicyError(msg)
         found: list[Deviation] = []
         rows = torch.cat([self.plan.computed, candidates]).sort().values
         asked = torch.searchsorted(rows, candidates)
@@ -47,7 +54,7 @@ class Probe:
             return self._compute(inputs, who)
 
         who = CausalRows.of(rows, torch.arange(len(self.plan)), self.decoder.device)
-        self.decoder.forward(self.plan.token_ids[rows], rows, attend, stop_after=self._checked(layer))
+        self.decoder.forward(self.plan.token_ids[rows], rows, attend, stop_after=layer)
         return found[0]
 
     def guidance(self, first_layer: int = 0, last_layer: int | None = None) -> torch.Tensor:
@@ -96,20 +103,16 @@ class Probe:
         who = CausalRows.of(rows, rows, self.decoder.device)
         askers = CausalRows.of(plan.guidance, rows, self.decoder.device)
         total = torch.zeros(len(plan.candidates))
-        truth = {}
 
         def attend(inputs: LayerInputs) -> torch.Tensor:
             keys, values = inputs.key.transpose(0, 1), inputs.value.transpose(0, 1)
             mass = attention_mass(inputs.query[plan.guidance], keys, askers, self.decoder.shape.scale).cpu()
-            truth["deviation"] = self._deviation(inputs, plan.candidates, plan.candidates)
-            total.add_(score(truth["deviation"], mass[plan.candidates]))
+            deviation = self._deviation(inputs, plan.candidates, plan.candidates)
+            total.add_(score(deviation, mass[plan.candidates]))
             return position_attention(inputs.query, keys, values, who, self.decoder.shape.scale)
 
         self.decoder.forward(plan.token_ids, rows, attend, stop_after=self.decoder.shape.layers - 1)
         return total
-
-    def _checked(self, layer: int) -> int:
-        return min(layer, self.decoder.shape.layers - 1)
 
     def _compute(self, inputs: LayerInputs, who: CausalRows) -> torch.Tensor:
         self.kv.write(inputs.layer, who.positions, inputs.key, inputs.value)

@@ -10,7 +10,7 @@ import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, overload, runtime_checkable
 
 from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.errors import PolicyError
@@ -214,14 +214,35 @@ class Engine(Protocol):
         """What would be reused now, per segment; computes nothing."""
         ...
 
+    @overload
+    def generate(
+        self,
+        layouts: PromptLayout,
+        sampling: SamplingParams | None = None,
+        *,
+        policy: RecomputePolicy | None = None,
+        **options: Any,
+    ) -> Generation: ...
+
+    @overload
     def generate(
         self,
         layouts: Sequence[PromptLayout],
         sampling: SamplingParams | None = None,
         *,
         policy: RecomputePolicy | None = None,
-    ) -> list[Generation]:
-        """Answer several prompts as one batch."""
+        **options: Any,
+    ) -> list[Generation]: ...
+
+    def generate(
+        self,
+        layouts: PromptLayout | Sequence[PromptLayout],
+        sampling: SamplingParams | None = None,
+        *,
+        policy: RecomputePolicy | None = None,
+        **options: Any,
+    ) -> Generation | list[Generation]:
+        """Answer one prompt, or several as one batch; `options` are fields of `SamplingParams` given by name."""
         ...
 
     def stream(
@@ -230,6 +251,7 @@ class Engine(Protocol):
         sampling: SamplingParams | None = None,
         *,
         policy: RecomputePolicy | None = None,
+        **options: Any,
     ) -> Iterator[GenerationChunk]:
         """Answer one prompt piece by piece. Closing the iterator stops generation."""
         ...
@@ -247,13 +269,34 @@ class Engine(Protocol):
         self, layout: PromptLayout, *, policy: RecomputePolicy | None = None
     ) -> tuple[SegmentReport, ...]: ...
 
+    @overload
+    async def agenerate(
+        self,
+        layouts: PromptLayout,
+        sampling: SamplingParams | None = None,
+        *,
+        policy: RecomputePolicy | None = None,
+        **options: Any,
+    ) -> Generation: ...
+
+    @overload
     async def agenerate(
         self,
         layouts: Sequence[PromptLayout],
         sampling: SamplingParams | None = None,
         *,
         policy: RecomputePolicy | None = None,
+        **options: Any,
     ) -> list[Generation]: ...
+
+    async def agenerate(
+        self,
+        layouts: PromptLayout | Sequence[PromptLayout],
+        sampling: SamplingParams | None = None,
+        *,
+        policy: RecomputePolicy | None = None,
+        **options: Any,
+    ) -> Generation | list[Generation]: ...
 
     def astream(
         self,
@@ -261,6 +304,7 @@ class Engine(Protocol):
         sampling: SamplingParams | None = None,
         *,
         policy: RecomputePolicy | None = None,
+        **options: Any,
     ) -> AsyncIterator[GenerationChunk]: ...
 
     def close(self) -> None:

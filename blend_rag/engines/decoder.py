@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from blend_rag.blend.decoder import Attend, AttentionShape, LayerInputs
+from blend_rag.blend.decoder import Attend, AttentionShape, LayerInputs, unrotate
 from blend_rag.errors import UnsupportedModelError
 
 _NAME = "blend_rag"
@@ -31,9 +31,19 @@ class _StoppedError(Exception):
 class _Call:
     """A forward whose attention is swapped."""
 
+    decoder: TransformersDecoder
+    positions: torch.Tensor
     attend: Attend
     stop_after: int | None
     key_unrotated: torch.Tensor | None = None
+
+    def take_key(self, key: torch.Tensor) -> torch.Tensor:
+        """K before RoPE, [rows, kv_heads, head_dim]: what the hook saw, or rotated `key` turned back without one."""
+        seen, self.key_unrotated = self.key_unrotated, None
+        if seen is not None:
+            return seen.view(key.shape)
+        cos, sin = self.decoder.rotary(self.positions)
+        return unrotate(key.transpose(0, 1), cos, sin).transpose(0, 1).to(key.dtype)
 
 
 _current: ContextVar[_Call | None] = ContextVar("blend_rag_call", default=None)
@@ -45,15 +55,8 @@ def _attention(module: torch.nn.Module, query: Any, key: Any, value: Any, mask: 
     if call is None:
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    assert call.key_unrotated is not None, "the key hook runs before attention"
-    rows, kv_heads, head_dim = key.shape[2], key.shape[1], key.shape[3]
-    inputs = LayerInputs(
-        layer,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        call.key_unrotated.view(rows, kv_heads, head_dim),
-    )
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [rows, heads, head_dim]
+    inputs = LayerInputs(layer, query, key, value, call.take_key(key))
     out = call.attend(inputs)
     if layer == call.stop_after:
         raise _StoppedError
@@ -103,15 +106,16 @@ class TransformersDecoder:
         self.dtype = model.dtype
         model.set_attn_implementation(_NAME)
         for layer in self._body.layers:
-            source = getattr(layer.self_attn, "k_norm", None) or layer.self_attn.k_proj
-            source.register_forward_hook(_keep_key)
+            source = getattr(layer.self_attn, "k_norm", None) or getattr(layer.self_attn, "k_proj", None)
+            if source is not None:  # fused projections have no place to look; K is turned back then
+                source.register_forward_hook(_keep_key)
 
     @torch.no_grad()
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, stop_after: int | None = None
     ) -> torch.Tensor | None:
         """See `Decoder.forward`."""
-        token = _current.set(_Call(attend, stop_after))
+        token = _current.set(_Call(self, positions, attend, stop_after))
         try:
             outputs = self._body(
                 input_ids=token_ids.to(self.device)[None],
