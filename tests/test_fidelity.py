@@ -36,7 +36,7 @@ def test_kl_is_zero_for_full_prefill_and_at_ratio_one_and_positive_for_reuse(
 
 
 def test_kl_refuses_prompts_without_room_for_the_answer(engine: TransformersEngine, prompts: PromptBuilder) -> None:
-    layout = prompts.build(passages=["word " * 8100], question="?")
+    layout = prompts.build(passages=["word " * 8150], question="?")
     with pytest.raises(PromptTooLongError, match="exceed the model's 8192"):
         kl_to_full(engine, layout, [REUSE])
 
