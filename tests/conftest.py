@@ -12,7 +12,6 @@ from blend_rag import PromptBuilder, load_engine
 from blend_rag.engines.loading import resolve_model
 from blend_rag.engines.transformers import TransformersEngine
 
-
 settings.register_profile("shared machines", deadline=None)  # a slow moment is no failure
 settings.load_profile("shared machines")
 
