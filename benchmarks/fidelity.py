@@ -52,7 +52,7 @@ POLICIES = (
 
 def reference_prompts(prompts: PromptBuilder, limit: int) -> Iterator[tuple[str, list[Passage]]]:
     """Built-in questions with the six passages nearest in meaning."""
-    passages = reference_passages(lambda text: len(prompts.tokenizer.literal(text)))
+    passages = reference_passages(prompts.tokenizer.count)
     retriever = Retriever(passages, show_progress=True)
     for question in QUESTIONS[:limit]:
         yield question, [hit.passage for hit in retriever.search(question, 6)]

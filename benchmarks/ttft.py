@@ -8,7 +8,6 @@ Prompts are 256-token windows of the Python language reference behind a system p
 from __future__ import annotations
 
 import json
-import platform
 import random
 from importlib.metadata import version
 from pathlib import Path
@@ -116,7 +115,7 @@ def main(
             rows += measure(engine, layout, _numbers(selector, str), _numbers(ratio, float), repeats)
         result = {
             "model": engine.model_name,
-            "device": f"{engine.device} ({platform.machine()}, {engine.threads} threads)",
+            "device": engine.device_description,
             "versions": {name: version(name) for name in ("blend-rag", "torch", "transformers")},
             "rows": rows,
         }

@@ -127,8 +127,11 @@ def ask(
     policy = RecomputePolicy(ratio=ratio, selector=selector)
     with blend_rag.load_engine(model, policy=policy, show_progress=True) as engine:
         prompts = blend_rag.PromptBuilder(engine.tokenizer, system="Answer the question from the passages, briefly.")
-        count = lambda text: len(prompts.tokenizer.literal(text))  # noqa: E731
-        library = Library.of(engine, prompts, load_documents(docs, count)) if docs else Library.of_reference(engine)
+        library = (
+            Library.of(engine, prompts, load_documents(docs, prompts.tokenizer.count))
+            if docs
+            else Library.of_reference(engine)
+        )
         found = [hit.passage for question in questions for hit in library.retriever.search(question, k)]
         engine.warm(library.prompts, found, show_progress=True)
         results: list[dict[str, Any]] = []

@@ -23,13 +23,16 @@ def reference_passages(count_tokens: CountTokens) -> list[Passage]:
     """
     from pydoc_data import topics
 
-    texts = dict.fromkeys(topics.topics[name].strip() for name in sorted(topics.topics))
-    named = [
-        (next(name for name in sorted(topics.topics) if topics.topics[name].strip() == text), text) for text in texts
-    ]
-    short = [(name, text) for name, text in named if count_tokens(text) < MIN_TOKENS]
-    long = [(name, text) for name, text in named if count_tokens(text) >= MIN_TOKENS]
-    found = [passage for name, text in long for passage in cut(text, f"topic:{name}", count_tokens)]
+    name_of: dict[str, str] = {}  # some topics are the same text under two names
+    for name in sorted(topics.topics):
+        name_of.setdefault(topics.topics[name].strip(), name)
+    found: list[Passage] = []
+    short: list[tuple[str, str]] = []
+    for text, name in name_of.items():
+        if count_tokens(text) < MIN_TOKENS:
+            short.append((name, text))
+        else:
+            found += cut(text, f"topic:{name}", count_tokens)
     return found + _together(short, count_tokens)
 
 

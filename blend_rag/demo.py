@@ -58,7 +58,7 @@ class Library:
     def of_reference(cls, engine: TransformersEngine, *, show_progress: bool = True) -> Library:
         """Python's language reference, embedded and indexed."""
         prompts = PromptBuilder(engine.tokenizer, system=SYSTEM)
-        passages = reference_passages(lambda text: len(prompts.tokenizer.literal(text)))
+        passages = reference_passages(prompts.tokenizer.count)
         return cls.of(engine, prompts, passages, show_progress=show_progress)
 
     @classmethod
@@ -146,7 +146,7 @@ def summarise(engine: TransformersEngine, rows: Sequence[dict[str, Any]]) -> dic
     names = ("blend-rag", "torch", "transformers", "sentence-transformers", "faiss-cpu")
     return {
         "model": engine.model_name,
-        "device": f"{engine.device} ({platform.machine()}, {engine.threads} threads)",
+        "device": engine.device_description,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
         "questions": [{name: value for name, value in row.items() if name != "kl_reuse_only"} for row in rows],
         "ttft_speedup_median": statistics.median(row["ttft_full_s"] / row["ttft_blend_s"] for row in rows),

@@ -66,6 +66,10 @@ class PromptTokenizer:
         """
         return tuple(_encode(self._inside if inside else self._literal, text).ids)
 
+    def count(self, text: str) -> int:
+        """Number of tokens of `text`, taken literally."""
+        return len(self.literal(text))
+
     def literal_encoding(self, text: str) -> Encoding:
         """Like `literal`, with character offsets."""
         return _encode(self._literal, text)

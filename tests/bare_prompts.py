@@ -60,7 +60,7 @@ def exact_kv(decoder: Decoder, token_ids: Sequence[int]) -> HotKV:
 def plain_logits(decoder: Decoder, layout: PromptLayout) -> torch.Tensor:
     """Last logits of the stock model, [vocabulary]."""
     with torch.no_grad():
-        return decoder.model(input_ids=torch.tensor([layout.token_ids])).logits[0, -1].float()  # type: ignore
+        return decoder.model(input_ids=torch.tensor([layout.token_ids], device=decoder.device)).logits[0, -1].float()  # type: ignore
 
 
 def make_plan(layout: PromptLayout, hits: dict[int, Hit], hot: HotKV | None = None, **policy: object) -> BlendPlan:

@@ -9,25 +9,19 @@ import torch
 
 from blend_rag import FULL_PREFILL, PromptBuilder, RecomputePolicy
 from blend_rag.blend.passes import blend
+from blend_rag.blend.selectors import SELECTORS
 from blend_rag.engines.decoder import TransformersDecoder
 from blend_rag.engines.self_test import run_self_test
 from blend_rag.engines.transformers import TransformersEngine
-from tests.bare_prompts import bare_layout, make_plan, stored_kv
+from tests.bare_prompts import bare_layout, make_plan, plain_logits, stored_kv
 from tests.tiny_models import ARCHITECTURES, ROPES, tiny_model
 from tests.tokenizers_for_tests import byte_level
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
-SELECTORS = ("first-k", "k-deviation", "v-deviation", "query-guided", "random", "oracle")
-
 
 def decoder_of(architecture: str = "llama", rope: str = "plain", dtype: torch.dtype = torch.float32):
     return TransformersDecoder(copy.deepcopy(tiny_model(architecture, rope)).to("cuda", dtype))
-
-
-def plain_logits(decoder, layout) -> torch.Tensor:
-    with torch.no_grad():
-        return decoder.model(input_ids=torch.tensor([layout.token_ids], device="cuda")).logits[0, -1].float()
 
 
 @pytest.mark.parametrize("rope", ROPES)

@@ -23,6 +23,7 @@ from blend_rag import (
     SegmentKind,
     load_engine,
 )
+from blend_rag.blend.passes import blend
 from blend_rag.engines.base import TokenFate
 from blend_rag.engines.transformers import TransformersEngine
 from blend_rag.errors import PolicyError, PromptError, PromptTooLongError
@@ -86,8 +87,6 @@ def test_full_ratio_answers_like_transformers_generate(fresh: TransformersEngine
 
 
 def test_full_ratio_logits_equal_plain_forward(fresh: TransformersEngine, prompts: PromptBuilder) -> None:
-    from blend_rag.blend.passes import blend
-
     half = TransformersEngine.from_loaded(fresh.decoder.model, fresh.tokenizer, store_dtype="bfloat16")
     for engine in (fresh, half):  # the prefix is hot, so no rounding of the store is left at r = 1
         engine.warm(prompts, FACTS.values())
@@ -365,6 +364,13 @@ def test_bad_input_is_refused_in_words(fresh: TransformersEngine, prompts: Promp
     with pytest.raises(PolicyError, match="choose 'prefix' or 'alone'"):
         fresh.warm(prompts, facts("king"), context="none")
     assert fresh.generate([]) == []
+
+
+def test_settings_that_make_no_sense_are_refused_before_a_model_is_used(engine: TransformersEngine) -> None:
+    with pytest.raises(PolicyError, match="choose one of float32, float16, bfloat16"):
+        load_engine("no-such-model", store_dtype="int8")
+    with pytest.raises(PolicyError, match="choose one of float32, float16, bfloat16"):
+        TransformersEngine.from_loaded(engine.decoder.model, engine.tokenizer, store_dtype="int8")
 
 
 def test_closed_engine_says_so(smollm2) -> None:

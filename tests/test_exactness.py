@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from blend_rag.blend.passes import blend, compute_chunk_kv
+from blend_rag.blend.selectors import SELECTORS
 from blend_rag.engines.decoder import TransformersDecoder
 from blend_rag.errors import PolicyError
 from tests.bare_prompts import RAG, bare_layout, exact_kv, make_plan, plain_logits, stored_kv
 from tests.tiny_models import ARCHITECTURES, ROPES, tiny_model
 
 TOLERANCE = 1e-3
-SELECTORS = ("first-k", "k-deviation", "v-deviation", "query-guided", "random", "oracle")
 
 
 def decoder_of(architecture: str = "llama", rope: str = "plain") -> TransformersDecoder:

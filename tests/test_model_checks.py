@@ -55,7 +55,7 @@ def test_self_test_refuses_a_model_that_would_be_blended_wrongly(fault: str, mon
         monkeypatch.setattr(decoder, "rotary", lambda positions: tuple(table * 0.9 for table in right(positions)))
     else:
         monkeypatch.setattr(
-            "blend_rag.blend.passes.position_attention",
+            "blend_rag.blend.prompt_kv.position_attention",
             lambda query, keys, values, rows, scale: torch.nn.functional.scaled_dot_product_attention(
                 query.transpose(0, 1)[None], keys[None], values[None], scale=scale, enable_gqa=True
             )[0].transpose(0, 1),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from blend_rag.blend.attention import CausalRows, attention_mass, position_attention
 from blend_rag.blend.passes import blend, compute_chunk_kv
+from blend_rag.blend.selectors import SELECTORS
 from blend_rag.engines.decoder import TransformersDecoder
 from blend_rag.layout import PromptLayout
 from tests.bare_prompts import bare_layout, make_plan, plain_logits, stored_kv
@@ -87,7 +88,7 @@ def test_batch_of_three_unequal_layouts_equals_three_single_calls() -> None:
 def test_two_runs_give_the_same_bits() -> None:
     model, layout = decoder(), bare_layout()
     hits = stored_kv(model, layout)
-    for selector in ("first-k", "k-deviation", "v-deviation", "query-guided", "random", "oracle"):
+    for selector in SELECTORS:
         one, two = (blend(model, [make_plan(layout, hits, ratio=0.3, selector=selector)])[0] for _ in range(2))
         assert torch.equal(one.recomputed, two.recomputed)
         assert torch.equal(kv_of(one), kv_of(two))

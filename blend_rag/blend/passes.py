@@ -122,9 +122,7 @@ def _run_packed(decoder: Decoder, prompts: Sequence[PromptKV], rows: Sequence[to
     def attend(inputs: LayerInputs) -> torch.Tensor:
         out = torch.empty_like(inputs.query)
         for kv, part, who in zip(prompts, parts, causal, strict=True):
-            kv.write(inputs.layer, who.positions, inputs.key[part], inputs.value[part])
-            keys, values = kv.layer(inputs.layer)
-            out[part] = position_attention(inputs.query[part], keys, values, who, decoder.shape.scale)
+            out[part] = kv.attend(inputs.layer, who, inputs.query[part], (inputs.key[part], inputs.value[part]))
         return out
 
     token_ids = torch.cat([kv.plan.token_ids[run] for kv, run in zip(prompts, rows, strict=True)])

@@ -51,7 +51,7 @@ class Probe:
         def attend(inputs: LayerInputs) -> torch.Tensor:
             if inputs.layer == layer:
                 found.append(self._deviation(inputs, asked, candidates))
-            return self._compute(inputs, who)
+            return self.kv.attend(inputs.layer, who, inputs.query, (inputs.key, inputs.value))
 
         who = CausalRows.of(rows, torch.arange(len(self.plan)), self.decoder.device)
         self.decoder.forward(self.plan.token_ids[rows], rows, attend, stop_after=layer)
@@ -113,11 +113,6 @@ class Probe:
 
         self.decoder.forward(plan.token_ids, rows, attend, stop_after=self.decoder.shape.layers - 1)
         return total
-
-    def _compute(self, inputs: LayerInputs, who: CausalRows) -> torch.Tensor:
-        self.kv.write(inputs.layer, who.positions, inputs.key, inputs.value)
-        keys, values = self.kv.layer(inputs.layer)
-        return position_attention(inputs.query, keys, values, who, self.decoder.shape.scale)
 
     def _with_echo(self, inputs: LayerInputs, seen: torch.Tensor, real: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the tokens whose KV is known, and of the echoed question behind them."""

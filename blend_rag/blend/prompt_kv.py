@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import torch
 
+from blend_rag.blend.attention import CausalRows, position_attention
 from blend_rag.blend.decoder import Decoder, rotate
 from blend_rag.blend.plan import BlendPlan, HotKV
+
+Fresh = tuple[torch.Tensor, torch.Tensor]
+"""K (rotated) and V of the rows of a pass, each [rows, kv_heads, head_dim]."""
 
 
 class PromptKV:
@@ -39,6 +43,12 @@ class PromptKV:
         keys, values = self.layer(index)
         keys[:, rows] = key.transpose(0, 1)
         values[:, rows] = value.transpose(0, 1)
+
+    def attend(self, index: int, rows: CausalRows, query: torch.Tensor, fresh: Fresh) -> torch.Tensor:
+        """Write fresh K and V of `rows` and let their queries look at the whole prompt: [rows, heads, head_dim]."""
+        self.write(index, rows.positions, *fresh)
+        keys, values = self.layer(index)
+        return position_attention(query, keys, values, rows, self._decoder.shape.scale)
 
     def take_layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand one layer over, as [1, kv_heads, tokens, head_dim], and forget it."""

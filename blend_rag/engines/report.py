@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from blend_rag.blend.plan import BlendPlan, Hit
 from blend_rag.engines.base import ReuseReport, SegmentReport, TokenFate
-from blend_rag.layout import PromptLayout, SegmentKind
+from blend_rag.layout import PromptLayout, Segment, SegmentKind
 from blend_rag.stores import MissReason
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Stored KV found for a layout, and for chunks without (or with second choice only) the reason, by segment."""
+
+    hits: dict[int, Hit]
+    reasons: dict[int, MissReason]
 
 
 def make_report(
     layout: PromptLayout,
     plan: BlendPlan,
     recomputed: torch.Tensor,
-    hits: Mapping[int, Hit],
-    reasons: Mapping[int, MissReason],
+    found: Lookup,
     ttft_s: float,
     tokenizer: Any,
 ) -> ReuseReport:
@@ -35,42 +42,37 @@ def make_report(
         ttft_s=ttft_s,
         exact=len(recomputed) == len(plan.candidates),
         policy=plan.policy,
-        segments=segment_reports(layout, plan, recomputed, hits, reasons),
+        segments=segment_reports(layout, fates, found),
         tokens=tuple(zip(texts, fates, strict=True)),
     )
 
 
-def segment_reports(
-    layout: PromptLayout,
-    plan: BlendPlan,
-    recomputed: torch.Tensor,
-    hits: Mapping[int, Hit],
-    reasons: Mapping[int, MissReason],
-) -> tuple[SegmentReport, ...]:
-    """The same per segment."""
-    fates = token_fates(plan, recomputed)
-    found = []
-    for index, segment in enumerate(layout.segments):
-        inside = fates[segment.start : segment.end]
-        hit = hits.get(index)
-        behind_prefix = hit is not None and bool(hit.context_ids)
-        is_chunk = segment.kind is SegmentKind.CHUNK
-        all_hot = all(fate is TokenFate.HOT for fate in inside)
-        reason = None if all_hot else reasons.get(index)
-        found.append(
-            SegmentReport(
-                kind=segment.kind.value,
-                source=segment.source,
-                tokens=len(segment),
-                hot=inside.count(TokenFate.HOT),
-                reused=inside.count(TokenFate.REUSED),
-                recomputed=inside.count(TokenFate.RECOMPUTED),
-                computed=inside.count(TokenFate.COMPUTED),
-                context=("prefix" if behind_prefix else "alone") if is_chunk and hit else None,
-                reason=reason.value if reason else None,
-            )
-        )
-    return tuple(found)
+def segment_reports(layout: PromptLayout, fates: list[TokenFate], found: Lookup) -> tuple[SegmentReport, ...]:
+    """The same per segment, from the fate of every token."""
+    return tuple(
+        _segment_report(segment, fates[segment.start : segment.end], found.hits.get(index), found.reasons.get(index))
+        for index, segment in enumerate(layout.segments)
+    )
+
+
+def _segment_report(
+    segment: Segment, fates: list[TokenFate], hit: Hit | None, reason: MissReason | None
+) -> SegmentReport:
+    hot = fates.count(TokenFate.HOT)
+    context = None
+    if hit and segment.kind is SegmentKind.CHUNK:
+        context = "prefix" if hit.context_ids else "alone"
+    return SegmentReport(
+        kind=segment.kind.value,
+        source=segment.source,
+        tokens=len(segment),
+        hot=hot,
+        reused=fates.count(TokenFate.REUSED),
+        recomputed=fates.count(TokenFate.RECOMPUTED),
+        computed=fates.count(TokenFate.COMPUTED),
+        context=context,
+        reason=reason.value if reason and hot < len(segment) else None,
+    )
 
 
 def token_fates(plan: BlendPlan, recomputed: torch.Tensor) -> list[TokenFate]:

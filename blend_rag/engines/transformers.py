@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import platform
 import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -26,7 +27,7 @@ from blend_rag.engines.decoder import TransformersDecoder
 from blend_rag.engines.fingerprint import model_fingerprint
 from blend_rag.engines.hot import HotPrefixes
 from blend_rag.engines.loading import DEFAULT_MODEL_NAME, load_model_and_tokenizer, resolve_model
-from blend_rag.engines.report import make_report, segment_reports
+from blend_rag.engines.report import Lookup, make_report, segment_reports, token_fates
 from blend_rag.engines.sampling import make_sampler
 from blend_rag.engines.self_test import SelfTestReport, run_self_test
 from blend_rag.errors import BlendRagError, PolicyError, PromptTooLongError, StoreError
@@ -39,14 +40,6 @@ logger = logging.getLogger(__name__)
 _WARM_BATCH_TOKENS = 2048
 Emit = Callable[[int, str], None]
 """Called with the row and the text to show."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """Stored KV found for a layout, and for chunks without (or with second choice only) the reason, by segment."""
-
-    hits: dict[int, Hit]
-    reasons: dict[int, MissReason]
 
 
 class TransformersEngine:
@@ -85,11 +78,8 @@ class TransformersEngine:
         self_test: bool = True,
         show_progress: bool = False,
     ) -> None:
-        if store_dtype not in STORE_DTYPES:
-            msg = f"store_dtype={store_dtype!r} is unknown: choose one of {', '.join(STORE_DTYPES)}"
-            raise PolicyError(msg)
         self.policy = policy or RecomputePolicy()
-        make_selector(self.policy)
+        _check_settings(self.policy, store_dtype)  # before a model is loaded
         path = resolve_model(model, show_progress=show_progress)
         loaded, self.tokenizer = load_model_and_tokenizer(path, device, dtype)
         self.model_name = str(model) if model is not None else DEFAULT_MODEL_NAME
@@ -112,6 +102,7 @@ class TransformersEngine:
         """An engine over a model and a tokenizer that are loaded already. Arguments as in the class."""
         engine = cls.__new__(cls)
         engine.policy = policy or RecomputePolicy()
+        _check_settings(engine.policy, store_dtype)
         engine.tokenizer = tokenizer
         engine.model_name = getattr(model.config, "name_or_path", "") or model.config.model_type
         engine._init_from(model, store, store_dtype, namespace, max_model_len, hot_bytes, self_test)
@@ -152,9 +143,9 @@ class TransformersEngine:
         return self.decoder.device
 
     @property
-    def threads(self) -> int:
-        """CPU threads torch computes with."""
-        return torch.get_num_threads()
+    def device_description(self) -> str:
+        """Device, machine and CPU threads, for reports."""
+        return f"{self.device} ({platform.machine()}, {torch.get_num_threads()} threads)"
 
     def clear_hot(self) -> None:
         """Drop the exact KV kept on the device; stored chunk KV stays."""
@@ -265,7 +256,7 @@ class TransformersEngine:
         """What would be reused now, per segment; computes nothing. Candidates count as reused."""
         self._check_open()
         plan, found = self._plan(layout, policy or self.policy)
-        return segment_reports(layout, plan, plan.candidates[:0], found.hits, found.reasons)
+        return segment_reports(layout, token_fates(plan, plan.candidates[:0]), found)
 
     def find_kv(self, layout: PromptLayout, policy: RecomputePolicy) -> Lookup:
         """Stored KV for every segment that may be reused under `policy`; hot KV is not looked at."""
@@ -275,29 +266,27 @@ class TransformersEngine:
             if segment.kind is SegmentKind.CHUNK and not policy.reuse:
                 reasons[index] = MissReason.REUSE_OFF
             elif segment.kind in (SegmentKind.CHUNK, SegmentKind.PREFIX) and policy.reuse:
-                self._find_segment(layout, index, policy, hits, reasons)
+                hit, reason = self._find_segment(layout, segment, policy)
+                if hit:
+                    hits[index] = hit
+                if reason and segment.kind is SegmentKind.CHUNK:
+                    reasons[index] = reason
         return Lookup(hits, reasons)
 
     def _find_segment(
-        self,
-        layout: PromptLayout,
-        index: int,
-        policy: RecomputePolicy,
-        hits: dict[int, Hit],
-        reasons: dict[int, MissReason],
-    ) -> None:
+        self, layout: PromptLayout, segment: Segment, policy: RecomputePolicy
+    ) -> tuple[Hit | None, MissReason | None]:
         """Prefix-keyed KV first, context-free KV second; the reason tells why the first choice was missing."""
-        segment = layout.segments[index]
+        reason = None
         ids = layout.ids(segment)
         behind_prefix = policy.context == "prefix" and segment.kind is SegmentKind.CHUNK and layout.context_ids
         for context_ids in [layout.context_ids, ()] if behind_prefix else [()]:
             key = self.key(ids, context_ids)
             kv = self.store.get(key)
             if kv is not None and kv.num_tokens == len(ids):
-                hits[index] = Hit(kv, tuple(context_ids))
-                return
-            if segment.kind is SegmentKind.CHUNK and index not in reasons:
-                reasons[index] = self.store.why_missing(key)
+                return Hit(kv, tuple(context_ids)), reason
+            reason = reason or self.store.why_missing(key)
+        return None, reason
 
     def plan(self, layout: PromptLayout, policy: RecomputePolicy) -> BlendPlan:
         """How this prompt would be blended now; computes nothing."""
@@ -527,13 +516,13 @@ class TransformersEngine:
         ]
         for row, (answer, token_id) in enumerate(zip(answers, first, strict=True)):
             emit(row, answer.add(token_id))
-        reports = [
-            make_report(layout, plan, result.recomputed, found.hits, found.reasons, ttft, self.tokenizer)
-            for layout, (plan, found), result in zip(layouts, planned, results, strict=True)
-        ]
         if policy.reuse:
             self._keep_hot(layouts, [plan for plan, _ in planned], results)
         self._decode(layouts, results, answers, first, sampler, emit, cancelled)
+        reports = [
+            make_report(layout, plan, result.recomputed, found, ttft, self.tokenizer)
+            for layout, (plan, found), result in zip(layouts, planned, results, strict=True)
+        ]
         return [
             Generation(answer.text, tuple(answer.token_ids), answer.finish_reason or "cancelled", report)
             for answer, report in zip(answers, reports, strict=True)
@@ -627,6 +616,13 @@ class _Collect(StoppingCriteria):
 
 
 _engine_type: type[Engine] = TransformersEngine  # keeps the class true to the protocol
+
+
+def _check_settings(policy: RecomputePolicy, store_dtype: str) -> None:
+    make_selector(policy)
+    if store_dtype not in STORE_DTYPES:
+        msg = f"store_dtype={store_dtype!r} is unknown: choose one of {', '.join(STORE_DTYPES)}"
+        raise PolicyError(msg)
 
 
 def _batches(chunks: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:

@@ -106,11 +106,8 @@ class MemoryStore:
             self._bytes = 0
 
     def _make_room(self, newest: ChunkKey) -> None:
-        if self._bytes <= self._max_bytes:
-            return
-        for key in [key for key in self._chunks if key not in self._pinned and key != newest]:
-            if self._bytes <= self._max_bytes:
-                return
+        while self._bytes > self._max_bytes:  # there is one to go: `put` has checked that pins and newest fit
+            key = next(key for key in self._chunks if key not in self._pinned and key != newest)
             self._forget(key)
             self._evictions += 1
             self._evicted[key] = None
