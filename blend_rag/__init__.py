@@ -17,7 +17,7 @@ from blend_rag.engines.base import (
 )
 from blend_rag.errors import BlendRagError
 from blend_rag.layout import Message, Passage, Passages, PromptBuilder, PromptLayout, Segment, SegmentKind
-from blend_rag.stores import KVStore, MemoryStore
+from blend_rag.stores import DiskStore, KVStore, MemoryStore, MissReason, StoreStats, TieredStore, open_store
 
 if TYPE_CHECKING:
     from blend_rag.engines.transformers import TransformersEngine
@@ -27,12 +27,14 @@ __version__ = "0.1.0"
 __all__ = [
     "FULL_PREFILL",
     "BlendRagError",
+    "DiskStore",
     "Engine",
     "Generation",
     "GenerationChunk",
     "KVStore",
     "MemoryStore",
     "Message",
+    "MissReason",
     "Passage",
     "Passages",
     "PromptBuilder",
@@ -43,8 +45,11 @@ __all__ = [
     "Segment",
     "SegmentKind",
     "SegmentReport",
+    "StoreStats",
+    "TieredStore",
     "WarmReport",
     "load_engine",
+    "open_store",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The `blend-rag` command: `demo`, `ask`, `doctor`.
+"""The `blend-rag` command: `demo`, `ask`, `warm`, `store`, `doctor`.
 
 Results go to stdout, progress and errors to stderr; with `--json` stdout holds JSON alone.
 """
@@ -6,7 +6,11 @@ Results go to stdout, progress and errors to stderr; with `--json` stdout holds 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,11 +21,15 @@ from rich.markup import escape
 import blend_rag
 from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.blend.selectors import SELECTORS
-from blend_rag.errors import BlendRagError
+from blend_rag.errors import BlendRagError, StoreError
+from blend_rag.folders import cache_folder
+from blend_rag.stores import KVStore, open_store
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=blend_rag.__doc__)
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+store_app = typer.Typer(no_args_is_help=True, help="Look after stored chunk KV.")
+app.add_typer(store_app, name="store")
 DEFAULT = RecomputePolicy()
 
 Model = Annotated[
@@ -29,16 +37,43 @@ Model = Annotated[
 ]
 Ratio = Annotated[float, typer.Option(help="Share of reused chunk tokens to recompute, 0 to 1.")]
 SelectorName = Annotated[str, typer.Option(help=f"Which tokens to recompute: {', '.join(SELECTORS)}.")]
+System = Annotated[str, typer.Option(help="System prompt; KV is warmed behind it, so `warm` and `ask` must agree.")]
+Stores = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--store",
+        help="Where chunk KV is kept: file:///folder, redis://host, lmcache+resp://host, memory://. Given several "
+        "times: tiers, front to back. Left out: $BLEND_RAG_STORE, else a folder in the user's cache.",
+    ),
+]
+AllowUnsigned = Annotated[
+    bool, typer.Option(help="Use a shared tier without $BLEND_RAG_STORE_SECRET. Whoever writes to it changes answers.")
+]
+Namespace = Annotated[str, typer.Option(help="KV of one namespace is never seen by another.")]
+SYSTEM = "Answer the question from the passages, briefly."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 
 def main() -> None:
     """Run the command; what goes wrong on a user's side is one line and a non-zero exit."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         app(standalone_mode=True)
     except BlendRagError as error:
         err.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         sys.exit(1)
+
+
+def _open(stores: list[str] | None, allow_unsigned: bool) -> KVStore:
+    """The store that options or the environment name."""
+    named = stores or os.environ.get("BLEND_RAG_STORE", "").split()
+    if not named:
+        try:
+            return open_store((cache_folder() / "kv").absolute().as_uri())
+        except StoreError as error:
+            msg = f"{error}; or set BLEND_RAG_CACHE to another folder"
+            raise StoreError(msg) from error
+    return open_store(named[0] if len(named) == 1 else named, allow_unsigned=allow_unsigned)
 
 
 def _version(wanted: bool) -> None:
@@ -112,11 +147,15 @@ def ask(
     model: Model = None,
     ratio: Ratio = DEFAULT.ratio,
     selector: SelectorName = DEFAULT.selector,
+    system: System = SYSTEM,
+    store: Stores = None,
+    allow_unsigned: AllowUnsigned = False,
+    namespace: Namespace = "",
     k: Annotated[int, typer.Option(min=1, help="Passages per question.")] = 6,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     as_json: AsJson = False,
 ) -> None:
-    """Answer questions from documents; passages that several questions share are computed once."""
+    """Answer questions from documents; the KV of their passages is computed once and kept in the store."""
     from blend_rag.corpus import load_documents
     from blend_rag.demo import Library
 
@@ -125,8 +164,11 @@ def ask(
         msg = "the question is empty: pass a question with at least one word"
         raise BlendRagError(msg)
     policy = RecomputePolicy(ratio=ratio, selector=selector)
-    with blend_rag.load_engine(model, policy=policy, show_progress=True) as engine:
-        prompts = blend_rag.PromptBuilder(engine.tokenizer, system="Answer the question from the passages, briefly.")
+    with (
+        closing(_open(store, allow_unsigned)) as kept,
+        blend_rag.load_engine(model, policy=policy, store=kept, namespace=namespace, show_progress=True) as engine,
+    ):
+        prompts = blend_rag.PromptBuilder(engine.tokenizer, system=system)
         library = (
             Library.of(engine, prompts, load_documents(docs, prompts.tokenizer.count))
             if docs
@@ -154,6 +196,108 @@ def ask(
             )
     if as_json:
         print(json.dumps({"model": engine.model_name, "answers": results}, indent=2))  # noqa: T201
+
+
+@app.command()
+def warm(
+    paths: Annotated[list[Path], typer.Argument(help="Text files, or folders of .txt, .md and .rst files.")],
+    model: Model = None,
+    system: System = SYSTEM,
+    context: Annotated[str, typer.Option(help="What passages are computed behind: prefix, or alone.")] = "prefix",
+    store: Stores = None,
+    allow_unsigned: AllowUnsigned = False,
+    namespace: Namespace = "",
+    as_json: AsJson = False,
+) -> None:
+    """Compute the KV of documents and keep it; what is there already is skipped."""
+    from blend_rag.warming import warm_documents
+
+    with (
+        closing(_open(store, allow_unsigned)) as kept,
+        blend_rag.load_engine(model, store=kept, namespace=namespace, show_progress=True) as engine,
+    ):
+        prompts = blend_rag.PromptBuilder(engine.tokenizer, system=system)
+        warmed = warm_documents(engine, prompts, paths, context=context, show_progress=True)
+        report, tier = warmed.report, kept.stats(namespace).tier
+        done = {"documents": warmed.documents, "passages": warmed.passages, **asdict(report)}
+        if as_json:
+            print(json.dumps({"model": engine.model_name, "store": tier, **done}, indent=2))  # noqa: T201
+        else:
+            out.print(
+                f"{report.chunks} chunks of {warmed.documents} documents in {escape(tier)}: {report.computed} computed "
+                f"({report.tokens_computed:,} tokens, {report.seconds:.0f} s), {report.present} were there",
+                soft_wrap=True,
+            )
+            if report.refused:
+                out.print(f"[red]not kept everywhere:[/red] {escape(report.refused[0])}", soft_wrap=True)
+    if report.refused:
+        raise typer.Exit(1)
+
+
+@store_app.command()
+def stats(
+    store: Stores = None,
+    allow_unsigned: AllowUnsigned = False,
+    namespace: Annotated[str | None, typer.Option(help="Of one namespace. Left out: of all.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how much is kept, per tier."""
+    with closing(_open(store, allow_unsigned)) as kept:
+        found = kept.stats(namespace)
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))  # noqa: T201
+        return
+    for tier in found.tiers or (found,):
+        size = "size unknown" if tier.bytes is None else f"{tier.bytes / 1e6:,.1f} MB"
+        bound = "" if tier.max_bytes is None else f" of {tier.max_bytes / 1e6:,.0f} MB"
+        chunks = "chunks unknown" if tier.chunks is None else f"{tier.chunks:,} chunks"
+        out.print(f"{escape(tier.tier)}: {chunks}, {size}{bound}", soft_wrap=True)
+
+
+@store_app.command()
+def verify(
+    store: Stores = None,
+    allow_unsigned: AllowUnsigned = False,
+    namespace: Annotated[str | None, typer.Option(help="In one namespace. Left out: in all.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read everything that is kept and compare it; damaged files on disk are dropped."""
+    with closing(_open(store, allow_unsigned)) as kept:
+        found = kept.verify(namespace)
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))  # noqa: T201
+    else:
+        out.print(f"{found.checked:,} chunks read, {len(found.damaged)} damaged")
+        for digest in found.damaged:
+            out.print(f"  {digest}")
+    if found.damaged:
+        raise typer.Exit(1)
+
+
+@store_app.command()
+def purge(
+    store: Stores = None,
+    allow_unsigned: AllowUnsigned = False,
+    namespace: Annotated[str | None, typer.Option(help="Everything of one namespace.")] = None,
+    document: Annotated[str | None, typer.Option(help="KV that only this document uses: its path or id.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete stored KV: of a document, of a namespace, or all."""
+    if everything == (namespace is not None or document is not None):
+        msg = "say what to delete: --document, --namespace, or --all"
+        raise BlendRagError(msg)
+    with closing(_open(store, allow_unsigned)) as kept:
+        if document is not None:
+            path = Path(document)
+            name = str(path.resolve()) if path.exists() else document
+            removed = kept.delete_document(name, namespace or "")
+        else:
+            removed = kept.purge(namespace)
+    if as_json:
+        print(json.dumps({"removed": removed}))  # noqa: T201
+    else:
+        out.print(f"{removed:,} chunks deleted")
 
 
 @app.command()

@@ -37,7 +37,9 @@ def reference_passages(count_tokens: CountTokens) -> list[Passage]:
 
 
 def load_documents(paths: Iterable[Path], count_tokens: CountTokens) -> list[Passage]:
-    """Passages of text files; folders are searched for `.txt`, `.md` and `.rst`. Sources read `notes.md#2`.
+    """Passages of text files; folders are searched for `.txt`, `.md` and `.rst`.
+
+    Sources read `notes.md#2`; documents are absolute paths.
 
     Raises:
         CorpusError: a path is missing or unreadable, or there is no text at all.
@@ -47,7 +49,7 @@ def load_documents(paths: Iterable[Path], count_tokens: CountTokens) -> list[Pas
     for path in given:
         for file in _files(path):
             name = str(file.relative_to(path)) if path.is_dir() else file.name
-            found += cut(_read(file), name, count_tokens)
+            found += cut(_read(file), name, count_tokens, str(file.resolve()))
     if not found:
         where = ", ".join(map(str, given)) or "no path"
         msg = f"there are no documents in {where}: pass {', '.join(SUFFIXES)} files that hold text, or folders of them"
@@ -55,7 +57,7 @@ def load_documents(paths: Iterable[Path], count_tokens: CountTokens) -> list[Pas
     return found
 
 
-def cut(text: str, source: str, count_tokens: CountTokens) -> list[Passage]:
+def cut(text: str, source: str, count_tokens: CountTokens, document: str | None = None) -> list[Passage]:
     """Cut a document at paragraph and line borders into passages of 200 to 300 tokens.
 
     Every passage begins with the document's first line. The last one reaches back over lines of the one before, so
@@ -68,7 +70,7 @@ def cut(text: str, source: str, count_tokens: CountTokens) -> list[Passage]:
     spans = _spans(lines, count_tokens, count_tokens(heading + "\n\n"))
     bodies = ["\n".join(lines[start:end]).strip("\n") for start, end in spans]
     texts = [body if number == 0 else f"{heading}\n\n{body}" for number, body in enumerate(bodies)]
-    return [Passage(passage, f"{source}#{number}") for number, passage in enumerate(texts, 1)]
+    return [Passage(passage, f"{source}#{number}", document or source) for number, passage in enumerate(texts, 1)]
 
 
 def _spans(lines: Sequence[str], count_tokens: CountTokens, heading: int) -> list[tuple[int, int]]:

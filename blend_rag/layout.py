@@ -44,13 +44,14 @@ class SegmentKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens [start, end) of a layout, the text they came from and, for a chunk, the document they belong to."""
+    """Tokens [start, end) of a layout, the text they came from and, for a chunk, its passage's source and document."""
 
     kind: SegmentKind
     start: int
     end: int
     text: str
     source: str | None = None
+    document: str | None = None
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -170,10 +171,18 @@ class WindowSegmenter:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A retrieved text and the id of the document it comes from."""
+    """A retrieved text, what it is cited as, and the id of the document whose deletion deletes its KV.
+
+    `document` is `source` where it is not given.
+    """
 
     text: str
     source: str | None = None
+    document: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.document is None:
+            object.__setattr__(self, "document", self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +244,7 @@ class _Tokens(NamedTuple):
     text: str
     ids: tuple[int, ...]
     source: str | None = None
+    document: str | None = None
 
 
 class PromptBuilder:
@@ -401,7 +411,7 @@ class PromptBuilder:
             cuts = self._cut(ids)
             for cut, text in zip(cuts, self._texts(passage.text, cuts), strict=True):
                 kind = SegmentKind.SEPARATOR if cut.separator else SegmentKind.CHUNK
-                pieces.append(_Tokens(kind, text, ids[cut.start : cut.end], passage.source))
+                pieces.append(_Tokens(kind, text, ids[cut.start : cut.end], passage.source, passage.document))
         return pieces
 
     def _cut(self, ids: tuple[int, ...]) -> list[Piece]:
@@ -496,8 +506,8 @@ def _splice(pieces: list[_Tokens], prefix_ids: tuple[int, ...]) -> PromptLayout:
     token_ids = tuple(token_id for piece in pieces for token_id in piece.ids)
     segments: list[Segment] = []
     at = 0
-    for kind, text, ids, source in pieces:
-        segments.append(Segment(kind, at, at + len(ids), text, source))
+    for kind, text, ids, source, document in pieces:
+        segments.append(Segment(kind, at, at + len(ids), text, source, document))
         at += len(ids)
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, prefix_ids, strict=False)))
     stable = (SegmentKind.GLUE, SegmentKind.PREFIX)

@@ -210,6 +210,10 @@ class Engine(Protocol):
         """Compute KV of passages, alone or behind the builder's prefix, and keep it; skips what is there."""
         ...
 
+    def forget_document(self, document: str) -> int:
+        """Delete the KV that no other document of the namespace uses; how many chunks."""
+        ...
+
     def lookup(self, layout: PromptLayout, *, policy: RecomputePolicy | None = None) -> tuple[SegmentReport, ...]:
         """What would be reused now, per segment; computes nothing."""
         ...

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import platform
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
@@ -26,18 +25,16 @@ from blend_rag.engines.base import Engine, Generation, GenerationChunk, Sampling
 from blend_rag.engines.decoder import TransformersDecoder
 from blend_rag.engines.fingerprint import model_fingerprint
 from blend_rag.engines.hot import HotPrefixes
+from blend_rag.engines.keeper import ChunkKeeper, Filled
 from blend_rag.engines.loading import DEFAULT_MODEL_NAME, load_model_and_tokenizer, resolve_model
 from blend_rag.engines.report import Lookup, make_report, segment_reports, token_fates
 from blend_rag.engines.sampling import make_sampler
 from blend_rag.engines.self_test import SelfTestReport, run_self_test
-from blend_rag.errors import BlendRagError, PolicyError, PromptTooLongError, StoreError
-from blend_rag.kv import STORE_DTYPES, ChunkKey
-from blend_rag.layout import Passage, PromptBuilder, PromptLayout, Segment, SegmentKind
-from blend_rag.stores import KVStore, MemoryStore, MissReason
+from blend_rag.errors import BlendRagError, PolicyError, PromptTooLongError
+from blend_rag.kv import STORE_DTYPES, ChunkKey, ChunkKV
+from blend_rag.layout import Passage, Passages, PromptBuilder, PromptLayout, Segment, SegmentKind
+from blend_rag.stores import KVStore, MemoryStore, MissReason, open_store
 
-logger = logging.getLogger(__name__)
-
-_WARM_BATCH_TOKENS = 2048
 Emit = Callable[[int, str], None]
 """Called with the row and the text to show."""
 
@@ -50,17 +47,19 @@ class TransformersEngine:
         policy: what is recomputed where a call does not say.
         device: torch device; by default CUDA where there is one.
         dtype: of weights and computation; by default float32 on a CPU and the model's own elsewhere.
-        store: where chunk KV is kept; by default a `MemoryStore` of its own.
+        store: where chunk KV is kept: a store, or URLs as `open_store` takes them; by default memory of its own.
         store_dtype: of kept KV: "float16", "bfloat16" or "float32".
         namespace: KV of one namespace is never seen by another.
         max_model_len: bound on prompt and answer; by default the model's.
         hot_bytes: bound on exact beginnings of prompts kept on the device.
+        keep_new: after an answer, compute chunks that were not in the store once more, by themselves, and keep them.
         self_test: prove at load that blending this model is right.
         show_progress: progress bars while loading.
 
     Raises:
         ModelError: the model cannot be loaded, is not supported, or fails its self-test.
         PolicyError: an argument makes no sense.
+        StoreError: the store's URL makes no sense, or it cannot be opened.
     """
 
     def __init__(
@@ -70,11 +69,12 @@ class TransformersEngine:
         policy: RecomputePolicy | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
-        store: KVStore | None = None,
+        store: KVStore | str | Sequence[str] | None = None,
         store_dtype: str = "float16",
         namespace: str = "",
         max_model_len: int | None = None,
         hot_bytes: int = 128 << 20,
+        keep_new: bool = True,
         self_test: bool = True,
         show_progress: bool = False,
     ) -> None:
@@ -83,7 +83,7 @@ class TransformersEngine:
         path = resolve_model(model, show_progress=show_progress)
         loaded, self.tokenizer = load_model_and_tokenizer(path, device, dtype)
         self.model_name = str(model) if model is not None else DEFAULT_MODEL_NAME
-        self._init_from(loaded, store, store_dtype, namespace, max_model_len, hot_bytes, self_test)
+        self._init_from(loaded, store, store_dtype, namespace, max_model_len, hot_bytes, keep_new, self_test)
 
     @classmethod
     def from_loaded(
@@ -92,11 +92,12 @@ class TransformersEngine:
         tokenizer: Any,
         *,
         policy: RecomputePolicy | None = None,
-        store: KVStore | None = None,
+        store: KVStore | str | Sequence[str] | None = None,
         store_dtype: str = "float16",
         namespace: str = "",
         max_model_len: int | None = None,
         hot_bytes: int = 128 << 20,
+        keep_new: bool = True,
         self_test: bool = True,
     ) -> TransformersEngine:
         """An engine over a model and a tokenizer that are loaded already. Arguments as in the class."""
@@ -105,17 +106,18 @@ class TransformersEngine:
         _check_settings(engine.policy, store_dtype)
         engine.tokenizer = tokenizer
         engine.model_name = getattr(model.config, "name_or_path", "") or model.config.model_type
-        engine._init_from(model, store, store_dtype, namespace, max_model_len, hot_bytes, self_test)
+        engine._init_from(model, store, store_dtype, namespace, max_model_len, hot_bytes, keep_new, self_test)
         return engine
 
     def _init_from(
         self,
         model: Any,
-        store: KVStore | None,
+        store: KVStore | str | Sequence[str] | None,
         store_dtype: str,
         namespace: str,
         max_model_len: int | None,
         hot_bytes: int,
+        keep_new: bool,
         self_test: bool,
     ) -> None:
         self.decoder = TransformersDecoder(model)
@@ -127,11 +129,10 @@ class TransformersEngine:
             pad_token_id=_first(self.tokenizer.pad_token_id, min(self._eos_ids, default=None), 0),
             bos_token_id=model.config.bos_token_id,
         )
-        self.fingerprint = model_fingerprint(model)
-        self.store: KVStore = store if store is not None else MemoryStore()
-        self._owns_store = store is None
-        self.store_dtype = store_dtype
-        self.namespace = namespace
+        self._owns_store = store is None or isinstance(store, (str, list, tuple))
+        self.store: KVStore = _open(store)
+        self._keeper = ChunkKeeper(self.store, model_fingerprint(model), store_dtype, namespace, self.decoder.shape)
+        self._keep_new = keep_new
         limit = int(model.config.max_position_embeddings)
         self.max_model_len = min(limit, max_model_len) if max_model_len else limit
         self._hot = HotPrefixes(hot_bytes)
@@ -167,15 +168,21 @@ class TransformersEngine:
             self.store.close()
         del self.decoder, self._model
 
+    @property
+    def fingerprint(self) -> str:
+        return self._keeper.fingerprint
+
+    @property
+    def store_dtype(self) -> str:
+        return self._keeper.dtype
+
+    @property
+    def namespace(self) -> str:
+        return self._keeper.namespace
+
     def key(self, chunk_ids: Sequence[int], context_ids: Sequence[int] = ()) -> ChunkKey:
         """Key of a chunk's KV in this engine's store."""
-        return ChunkKey.of(
-            chunk_ids,
-            fingerprint=self.fingerprint,
-            dtype=self.store_dtype,
-            namespace=self.namespace,
-            context_ids=context_ids,
-        )
+        return self._keeper.key(chunk_ids, context_ids)
 
     # Warming
 
@@ -202,43 +209,53 @@ class TransformersEngine:
         self._check_open()
         started = time.perf_counter()
         context_ids = prompts.prefix_ids if RecomputePolicy(context=context).context == "prefix" else ()
-        texts = [passage if isinstance(passage, str) else passage.text for passage in passages]
-        chunks = list(dict.fromkeys(piece for text in texts for piece in prompts.chunk_pieces(text)))
+        chunks: dict[tuple[int, ...], set[str]] = {}
+        for passage in Passages.of(passages).passages:
+            for piece in prompts.chunk_pieces(passage.text):
+                chunks.setdefault(piece, set()).update([passage.document] if passage.document else [])
         for chunk in chunks:
             self._check_length(len(context_ids) + len(chunk), "a passage and its prefix need")
-        refused: list[str] = []
-        if context_ids:
-            self._warm_prefix(context_ids, refused)
-        missing = [chunk for chunk in chunks if self.key(chunk, context_ids) not in self.store]
-        hot = self._context_kv(context_ids) if context_ids and missing else None
-        total = sum(map(len, missing))
+        total = sum(map(len, chunks))
         with tqdm(total=total, desc="warming", unit="tok", disable=not show_progress) as bar:
-            for batch in _batches(missing):
-                kvs = compute_chunk_kv(self.decoder, batch, hot, STORE_DTYPES[self.store_dtype])
-                for chunk, kv in zip(batch, kvs, strict=True):
-                    self._keep(self.key(chunk, context_ids), kv, refused)
-                bar.update(sum(map(len, batch)))
+            done = self._fill(chunks, context_ids, bar.update)
         return WarmReport(
             chunks=len(chunks),
-            computed=len(missing),
-            present=len(chunks) - len(missing),
-            tokens_computed=total,
+            computed=done.computed,
+            present=done.present,
+            tokens_computed=done.tokens_computed,
             seconds=time.perf_counter() - started,
-            refused=tuple(refused),
+            refused=tuple(done.refused),
         )
 
-    def _warm_prefix(self, prefix_ids: tuple[int, ...], refused: list[str]) -> None:
-        key = self.key(prefix_ids)
-        if key not in self.store:
-            [kv] = compute_chunk_kv(self.decoder, [prefix_ids], None, STORE_DTYPES[self.store_dtype])
-            self._keep(key, kv, refused)
+    def forget_document(self, document: str) -> int:
+        """Forget a document: delete the KV that no other document of the namespace uses; how many chunks.
 
-    def _keep(self, key: ChunkKey, kv: Any, refused: list[str]) -> None:
-        try:
-            self.store.put(key, kv)
-        except StoreError as error:
-            refused.append(str(error))
-            logger.warning("chunk KV not kept: %s", error)
+        Raises:
+            StoreError: some may still be there; try again.
+        """
+        self._check_open()
+        self._hot.clear()
+        return self.store.delete_document(document, self.namespace)
+
+    def _fill(
+        self,
+        chunks: Mapping[tuple[int, ...], Iterable[str]],
+        context_ids: tuple[int, ...],
+        progress: Callable[[int], object] = lambda tokens: None,
+    ) -> Filled:
+        """Compute and keep what the store lacks of the chunks, and of the prefix they stand behind."""
+
+        def compute(batch: Sequence[tuple[int, ...]]) -> list[ChunkKV]:
+            context = self._context_kv(context_ids) if context_ids else None
+            return compute_chunk_kv(self.decoder, batch, context, self._keeper.torch_dtype)
+
+        def compute_alone(batch: Sequence[tuple[int, ...]]) -> list[ChunkKV]:
+            return compute_chunk_kv(self.decoder, batch, None, self._keeper.torch_dtype)
+
+        prefix = self._keeper.fill({context_ids: ()}, (), compute_alone) if context_ids else Filled()
+        done = self._keeper.fill(chunks, context_ids, compute, progress)
+        done.refused[:0] = prefix.refused
+        return done
 
     def _context_kv(self, context_ids: tuple[int, ...]) -> HotKV:
         """Exact KV of a prefix, freshly computed unless it is hot: stored KV has been through a smaller dtype."""
@@ -281,11 +298,10 @@ class TransformersEngine:
         ids = layout.ids(segment)
         behind_prefix = policy.context == "prefix" and segment.kind is SegmentKind.CHUNK and layout.context_ids
         for context_ids in [layout.context_ids, ()] if behind_prefix else [()]:
-            key = self.key(ids, context_ids)
-            kv = self.store.get(key)
-            if kv is not None and kv.num_tokens == len(ids):
-                return Hit(kv, tuple(context_ids)), reason
-            reason = reason or self.store.why_missing(key)
+            found = self._keeper.find(ids, context_ids)
+            if isinstance(found, ChunkKV):
+                return Hit(found, tuple(context_ids)), reason
+            reason = reason or found
         return None, reason
 
     def plan(self, layout: PromptLayout, policy: RecomputePolicy) -> BlendPlan:
@@ -340,6 +356,7 @@ class TransformersEngine:
         """
         batch = [layouts] if isinstance(layouts, PromptLayout) else list(layouts)
         answers = self._answer(batch, _sampling(sampling, options), policy, lambda row, text: None, threading.Event())
+        self._keep_new_chunks(batch, answers)
         return answers[0] if isinstance(layouts, PromptLayout) else answers
 
     def stream(
@@ -388,6 +405,7 @@ class TransformersEngine:
         try:
             [whole] = self._answer([layout], sampling, policy, emit, cancelled)
             put(GenerationChunk("", whole))
+            self._keep_new_chunks([layout], [whole])
         except BaseException as error:  # handed to the caller's thread, where it is raised
             put(error)
 
@@ -445,6 +463,7 @@ class TransformersEngine:
             answers = await asyncio.to_thread(
                 self._answer, batch, _sampling(sampling, options), policy, lambda row, text: None, cancelled
             )
+            await asyncio.to_thread(self._keep_new_chunks, batch, answers)
         except asyncio.CancelledError:
             cancelled.set()
             raise
@@ -539,6 +558,28 @@ class TransformersEngine:
             if exact > plan.hot_length and self._hot.fits(exact * token_bytes):
                 self._hot.add(layout.token_ids, result.kv.leading(exact))
 
+    @torch.no_grad()
+    def _keep_new_chunks(self, layouts: Sequence[PromptLayout], answers: Sequence[Generation]) -> None:
+        """Keep chunks that had to be computed, so that they hit the next time.
+
+        They are computed once more by themselves: the KV inside a prompt has seen what stood before it there.
+        """
+        if not self._keep_new:
+            return
+        new: dict[tuple[int, ...], dict[tuple[int, ...], set[str]]] = {}  # context → chunk → documents
+        for layout, answer in zip(layouts, answers, strict=True):
+            policy = answer.report.policy
+            if not policy.reuse or answer.finish_reason == "cancelled":
+                continue
+            chunks = new.setdefault(layout.context_ids if policy.context == "prefix" else (), {})
+            for segment, report in zip(layout.segments, answer.report.segments, strict=True):
+                if segment.kind is SegmentKind.CHUNK and report.context is None:
+                    documents = chunks.setdefault(layout.ids(segment), set())
+                    documents.update([segment.document] if segment.document else [])
+        for context_ids, chunks in new.items():
+            if chunks:
+                self._fill(chunks, context_ids)
+
     def _decode(
         self,
         layouts: Sequence[PromptLayout],
@@ -625,15 +666,10 @@ def _check_settings(policy: RecomputePolicy, store_dtype: str) -> None:
         raise PolicyError(msg)
 
 
-def _batches(chunks: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    batch: list[tuple[int, ...]] = []
-    for chunk in chunks:
-        if batch and sum(map(len, batch)) + len(chunk) > _WARM_BATCH_TOKENS:
-            yield batch
-            batch = []
-        batch.append(chunk)
-    if batch:
-        yield batch
+def _open(store: KVStore | str | Sequence[str] | None) -> KVStore:
+    if store is None:
+        return MemoryStore()
+    return open_store(store) if isinstance(store, (str, list, tuple)) else store  # type: ignore[return-value]
 
 
 def _sampling(sampling: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:

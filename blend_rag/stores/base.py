@@ -18,6 +18,8 @@ class MissReason(str, Enum):
     OTHER_PREFIX = "other prefix"
     OTHER_MODEL = "other model"
     OTHER_DTYPE = "other dtype"
+    OTHER_SHAPE = "other shape"
+    """What is stored does not have this model's layers, heads or tokens."""
     TORN = "torn file"
     """Stored bytes are not those that were put: truncated, flipped, swapped or gone."""
     FORGED = "bad signature"

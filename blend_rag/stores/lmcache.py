@@ -91,6 +91,11 @@ class LMCacheTransport:
         return buffer.numpy()
 
     def write(self, name: str, content: bytes | memoryview) -> None:
+        if self.exists(name):  # adapters keep the first object of a name
+            self.remove([name])
+            if self.exists(name):
+                msg = f"{self.tier} cannot replace an object: delete it with the tier's own tools"
+                raise StoreError(msg)
         data = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
         adapter, objects = self._live(), [_memory_object(data)]
         self._abandoned.append(objects)

@@ -5,24 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from blend_rag.errors import StoreError
-from blend_rag.kv import ChunkKey, ChunkKV
-from blend_rag.stores import MemoryStore, MissReason
-
-BYTES = 2 * 2 * 4 * 1 * 8 * 4  # of `kv(...)`
-
-
-def key(number: int, **change: object) -> ChunkKey:
-    parts: dict = {"fingerprint": "model", "dtype": "float32", "namespace": "", "context_ids": ()}
-    return ChunkKey.of((number,), **{**parts, **change})
-
-
-def kv(value: float, tokens: int = 4) -> ChunkKV:
-    return ChunkKV(torch.full((2, 2, tokens, 1, 8), float(value)))
+from blend_rag.stores import KVStore, MemoryStore, MissReason
+from tests.stores.cases import BYTES, OPERATIONS, key, kv, run_operations
 
 
 def test_least_recently_used_goes_first_and_says_so() -> None:
@@ -86,33 +73,40 @@ def test_delete_and_close_forget() -> None:
     assert store.get(key(2)) is None
 
 
-OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(("put", "get", "delete", "pin", "unpin")), st.integers(0, 6), st.integers(1, 6)),
-    max_size=60,
-)
-
-
 @given(OPERATIONS)
 def test_bound_holds_and_a_key_never_returns_other_kv(operations) -> None:
-    store, expected = MemoryStore(max_bytes=3 * BYTES), {}
-    for step, (name, number, tokens) in enumerate(operations):
-        if name == "put":
-            try:
-                store.put(key(number), kv(step, tokens))
-                expected[number] = (step, tokens)
-            except StoreError:
-                pass
-        elif name == "get" and (found := store.get(key(number))) is not None:
-            value, size = expected[number]
-            assert found.num_tokens == size
-            assert (found.data == value).all()
-        elif name == "delete":
-            store.delete(key(number))
-        elif name in ("pin", "unpin"):
-            getattr(store, name)([key(number)])
+    def check(store: KVStore) -> None:
         stats = store.stats()
         assert stats.bytes <= 3 * BYTES
         assert stats.chunks == sum(key(n) in store for n in range(7))
+
+    run_operations(MemoryStore(max_bytes=3 * BYTES), operations, check)
+
+
+def test_a_document_takes_with_it_what_no_other_uses() -> None:
+    store = MemoryStore()
+    store.put(key(1), kv(1), ["a"])
+    store.put(key(2), kv(2), ["a", "b"])
+    store.put(key(3), kv(3))
+    assert store.keys_of("a") == (key(1),)
+    assert store.delete_document("a", "tenant") == 0, "another namespace's document"
+    assert store.delete_document("a") == 1
+    assert key(1) not in store
+    assert key(2) in store
+    assert store.delete_document("b") == 1
+    assert key(3) in store
+
+
+def test_namespaces_do_not_see_each_others_numbers() -> None:
+    store = MemoryStore()
+    store.put(key(1, namespace="a"), kv(1))
+    store.get(key(1, namespace="a"))
+    store.get(key(2, namespace="a"))
+    mine, theirs = store.stats("a"), store.stats("b")
+    assert (mine.chunks, mine.hits, mine.misses) == (1, 1, 1)
+    assert (theirs.chunks, theirs.bytes, theirs.hits, theirs.misses) == (0, 0, 0, 0)
+    assert store.purge("b") == 0
+    assert store.purge("a") == 1
 
 
 def test_threads_may_share_a_store() -> None:
