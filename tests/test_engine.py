@@ -103,7 +103,7 @@ def test_every_miss_names_its_reason(fresh: TransformersEngine, prompts: PromptB
     report = fresh.generate(prompts.build(passages=facts("king", "food"), question=CAPITAL), max_tokens=1).report
     assert report.misses == {"never warmed": 1}
     assert "1 chunk: never warmed" in str(report)
-    report = fresh.generate(other.build(passages=facts("king", "food"), question=CAPITAL), max_tokens=1).report
+    report = fresh.generate(other.build(passages=facts("king", "trains"), question=CAPITAL), max_tokens=1).report
     assert report.misses == {"other prefix": 1, "never warmed": 1}
     report = fresh.generate(
         prompts.build(passages=facts("king"), question=CAPITAL), max_tokens=1, policy=FULL_PREFILL

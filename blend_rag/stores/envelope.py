@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import json
 import struct
+import zlib
 from dataclasses import dataclass
 from math import prod
 
@@ -23,7 +24,8 @@ from blend_rag.kv import FORMAT_VERSION, STORE_DTYPES, ChunkKey, ChunkKV
 HEADER_BYTES = 4096
 _MAGIC = b"BLENDKV1"
 _TAG_BYTES = 32
-_FIXED = struct.Struct(f"<8s?{_TAG_BYTES}sI")  # magic, signed, tag, length of the JSON that follows
+_FIXED = struct.Struct(f"<8sI?{_TAG_BYTES}sI")  # magic, CRC of the rest, signed, tag, length of the JSON that follows
+_AFTER_CRC = 12
 _MIN_SECRET_BYTES = 16
 
 
@@ -150,7 +152,8 @@ class Sealer:
             msg = f"namespace and model fingerprint are too long for a shared tier: {HEADER_BYTES:,} bytes are allowed"
             raise StoreError(msg)
         tag = self._tag(key.namespace, said, payload)
-        packed = _FIXED.pack(_MAGIC, self.signed, tag, len(said)) + said
+        rest = _FIXED.pack(b"", 0, self.signed, tag, len(said))[_AFTER_CRC:] + said
+        packed = struct.pack("<8sI", _MAGIC, zlib.crc32(rest)) + rest
         header = Header(key, tuple(data.shape), part_bytes, self.signed, tag)
         return header, packed.ljust(HEADER_BYTES, b"\0"), payload
 
@@ -161,8 +164,10 @@ class Sealer:
             RejectedError: it is damaged, of another format, or of another key.
         """
         try:
-            magic, signed, tag, length = _FIXED.unpack_from(packed)
+            magic, crc, signed, tag, length = _FIXED.unpack_from(packed)
             said = bytes(packed[_FIXED.size : _FIXED.size + length])
+            if magic != _MAGIC or crc != zlib.crc32(packed[_AFTER_CRC : _FIXED.size] + said):
+                raise RejectedError("header")  # flipped by accident: with the tag parts' names would be lost
             fields = json.loads(said)
             key_said, shape = ChunkKey(*map(str, fields["key"])), tuple(map(int, fields["shape"]))
             header = Header(key_said, shape, int(fields["part_bytes"]), signed, tag)
@@ -171,7 +176,7 @@ class Sealer:
             header.dtype  # noqa: B018 - an unknown dtype is damage
         except (struct.error, ValueError, KeyError, TypeError) as error:
             raise RejectedError("header") from error
-        if magic != _MAGIC or fields["format"] != FORMAT_VERSION or any(packed[_FIXED.size + length :]):
+        if fields["format"] != FORMAT_VERSION or any(packed[_FIXED.size + length :]):
             raise RejectedError("format")
         if key is not None and header.key != key:
             raise RejectedError("key of another object", forged=True)
@@ -185,7 +190,7 @@ class Sealer:
         Raises:
             RejectedError: any bit differs from what was sealed with the secret.
         """
-        length = _FIXED.unpack_from(packed)[3]
+        length = _FIXED.unpack_from(packed)[4]
         said = bytes(packed[_FIXED.size : _FIXED.size + length])
         tag = self._tag(header.key.namespace, said, payload.data)
         if not hmac.compare_digest(tag, header.tag):

@@ -61,6 +61,9 @@ class RedisTransport:
         except (redis.exceptions.AuthenticationError, redis.exceptions.ResponseError) as error:
             msg = f"{self.tier} refuses the connection ({error}): check user and password in the URL"
             raise StoreError(msg) from None
+        except TypeError as error:  # names an option, never a value
+            msg = f"redis-py does not know a setting of the URL: {error}"
+            raise StoreError(msg) from None
         except (redis.exceptions.RedisError, OSError) as error:
             logger.warning("%s is not reachable yet: %s", self.tier, error)  # costs time, not answers
 

@@ -410,7 +410,9 @@ def test_a_busy_index_costs_time_only(store: DiskStore, monkeypatch: pytest.Monk
 def test_a_full_disk_makes_room_or_says_so(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("needs the right to mount a small file system")
     try:
