@@ -45,7 +45,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def check_answer(engine: TransformersEngine, prompts: PromptBuilder, reason: str, wrong: int = 3) -> None:
-    """`wrong` chunks are computed for that reason, the answer is that of a full prefill where all are, and then hits."""
+    """`wrong` chunks are computed for that reason; the answer is that of a full prefill where all are."""
     layout = prompts.build(passages=FACTS, question=QUESTION)
     answer = engine.generate(layout, max_tokens=12)
     chunks = [segment for segment in answer.report.segments if segment.kind == "chunk"]

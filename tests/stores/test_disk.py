@@ -442,3 +442,12 @@ def test_a_full_disk_without_anything_to_evict_is_an_error(store: DiskStore, mon
         store.put(key(1), kv(1))
     assert store.get(key(1)) is None
     assert [path.suffix for path in (store.folder / "unfinished").iterdir()] == [".lock"]
+
+
+def test_a_folder_that_vanishes_is_a_miss_and_an_error(store: DiskStore) -> None:
+    store.put(key(1), kv(1))
+    shutil.rmtree(store.folder)
+    assert store.get(key(1)) is None
+    assert store.why_missing(key(1)) in (MissReason.TORN, MissReason.FAILED)
+    with pytest.raises(StoreError, match="cannot be used"):
+        store.put(key(2), kv(2))
