@@ -10,20 +10,25 @@ import contextlib
 import errno
 import json
 import logging
+import mmap
 import os
+import re
+import shutil
 import sqlite3
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
 import xxhash
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 
 from blend_rag.errors import StoreError
 from blend_rag.kv import FORMAT_VERSION, ChunkKey, ChunkKV
@@ -36,9 +41,10 @@ logger = logging.getLogger(__name__)
 _INDEX = "index.sqlite"
 _TENSOR = "kv"
 _SUFFIX = ".safetensors"
-_MAX_HEADER = 1 << 20
-_TOUCHES = 64
-"""Uses noted in memory before they are written to the index."""
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors writes them
+_BLOCK_BYTES = 8 << 20
+_TOUCH_SECONDS = 5.0
+"""How long uses are noted in memory before they are written to the index."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -65,6 +71,7 @@ class DiskStore:
         self._counters = Counters()
         self._failed: set[str] = set()  # digests whose last `get` failed without proof of damage
         self._touched: dict[str, float] = {}
+        self._touches_written = time.time()
         self._lock = threading.Lock()
         self._mine = uuid.uuid4().hex
         try:
@@ -73,6 +80,7 @@ class DiskStore:
             with self._index.writing():
                 self._living = FileLock(self._unfinished / f"{self._mine}.lock", mode=0o600)
                 self._living.acquire()
+                (self._unfinished / self._mine).mkdir(mode=0o700)
                 self._remove_unfinished()
                 self._reconcile()
         except (OSError, sqlite3.Error) as error:
@@ -111,26 +119,17 @@ class DiskStore:
 
     def _read(self, key: ChunkKey, name: str) -> ChunkKV:
         """Chunk KV mapped from its file, after all bytes were compared with the checksum in the file's name."""
-        path = self._path(name)
-        with path.open("rb", buffering=0) as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > _MAX_HEADER:
-                raise _DamagedError("header length")
-            file.seek(0)
-            header = file.read(8 + size)
-        try:
-            with safe_open(path, framework="pt") as opened:
-                data = opened.get_tensor(_TENSOR)
-                metadata = opened.metadata() or {}
-        except SafetensorError as error:
-            raise _DamagedError(str(error)) from error
-        checksum = xxhash.xxh3_128(header)
-        checksum.update(data.view(-1).view(torch.uint8).numpy())
-        if name != _file_name(key, checksum.hexdigest()) or metadata.get("digest") != key.digest:
+        content = _mapped(self._path(name))
+        if name != _file_name(key, _checksum(content)):
             raise _DamagedError("checksum")
+        length = int.from_bytes(content[:8], "little")
         try:
-            return ChunkKV(data)
-        except ValueError as error:
+            header = json.loads(bytes(content[8 : 8 + length]))
+            if header["__metadata__"]["digest"] != key.digest:
+                raise _DamagedError("key of another chunk")
+            dtype, shape = _DTYPES[header[_TENSOR]["dtype"]], header[_TENSOR]["shape"]
+            return ChunkKV(torch.frombuffer(content, dtype=dtype, offset=8 + length).view(shape))
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise _DamagedError(str(error)) from error
 
     def _drop(self, key: ChunkKey, name: str, error: Exception) -> None:
@@ -142,16 +141,18 @@ class DiskStore:
                 self._index.remove(key.digest, MissReason.TORN)
 
     def _touch(self, digest: str) -> None:
+        now = time.time()
         with self._lock:
-            self._touched[digest] = time.time()
-            full = len(self._touched) >= _TOUCHES
-        if full:
+            self._touched[digest] = now
+            due = now - self._touches_written > _TOUCH_SECONDS
+        if due:
             with contextlib.suppress(sqlite3.Error):  # the order of eviction is not worth a failed read
                 self._write_touches()
 
     def _write_touches(self) -> None:
         with self._lock:
             touched, self._touched = self._touched, {}
+            self._touches_written = time.time()
         if touched:
             self._index.touch(touched)
 
@@ -174,15 +175,16 @@ class DiskStore:
 
     def put(self, key: ChunkKey, kv: ChunkKV, documents: Iterable[str] = ()) -> None:
         documents = sorted(set(documents))
-        content = save({_TENSOR: kv.data.detach().cpu().contiguous()}, _metadata(key, documents))
-        if len(content) > self._max_bytes:
-            msg = (
-                f"a chunk file of {len(content):,} bytes does not fit a store of {self._max_bytes:,} bytes: "
-                "raise max_bytes, or use smaller chunks"
-            )
-            raise StoreError(msg)
-        entry = Entry(key, _file_name(key, xxhash.xxh3_128_hexdigest(content)), len(content))
-        with self._words(), self._unfinished_file(content) as unfinished:
+        data = kv.data.detach().cpu().contiguous()
+        with self._words(), self._unfinished_file(data, _metadata(key, documents)) as unfinished:
+            content = _mapped(unfinished)
+            entry = Entry(key, _file_name(key, _checksum(content)), len(content))
+            if entry.bytes > self._max_bytes:
+                msg = (
+                    f"a chunk file of {entry.bytes:,} bytes does not fit a store of {self._max_bytes:,} bytes: "
+                    "raise max_bytes, or use smaller chunks"
+                )
+                raise StoreError(msg)
             self._write_touches()
             with self._index.writing():
                 self._make_room(entry)
@@ -201,17 +203,17 @@ class DiskStore:
                     self._path(older).unlink(missing_ok=True)
 
     @contextmanager
-    def _unfinished_file(self, content: bytes) -> Iterator[Path]:
-        """A flushed file of `content`; on a full disk older chunks make room."""
-        path = self._unfinished / f"{self._mine}-{uuid.uuid4().hex}"
+    def _unfinished_file(self, data: torch.Tensor, metadata: dict[str, str]) -> Iterator[Path]:
+        """A flushed file of chunk KV; on a full disk older chunks make room."""
+        path = self._unfinished / self._mine / uuid.uuid4().hex
         try:
             while True:
                 try:
-                    _write_flushed(path, content)
+                    _write_flushed(path, data, metadata)
                     break
                 except OSError as error:
                     path.unlink(missing_ok=True)
-                    if error.errno not in _FULL or not self._evict(len(content)):
+                    if error.errno not in _FULL or not self._evict(data.nbytes):
                         raise
             yield path
         finally:
@@ -306,6 +308,7 @@ class DiskStore:
         with contextlib.suppress(sqlite3.Error):
             self._write_touches()
         self._index.close()
+        shutil.rmtree(self._unfinished / self._mine, ignore_errors=True)
         self._living.release()
         Path(self._living.lock_file).unlink(missing_ok=True)
 
@@ -353,8 +356,7 @@ class DiskStore:
             lock = FileLock(path)
             with contextlib.suppress(Timeout):
                 lock.acquire(timeout=0)
-                for left in self._unfinished.glob(f"{path.stem}-*"):
-                    left.unlink(missing_ok=True)
+                shutil.rmtree(self._unfinished / path.stem, ignore_errors=True)
                 lock.release()
                 path.unlink(missing_ok=True)
 
@@ -409,15 +411,44 @@ def _file_name(key: ChunkKey, checksum: str) -> str:
     return f"{key.digest}-{checksum}{_SUFFIX}"
 
 
-def _write_flushed(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+def _mapped(path: Path) -> memoryview:
+    """A file's bytes as the page cache holds them; writing to them would not change the file."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        left = memoryview(content)
-        while left:
-            left = left[os.write(descriptor, left) :]
-        os.fsync(descriptor)
+        return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))
+    except ValueError as error:
+        raise _DamagedError("empty file") from error
     finally:
         os.close(descriptor)
+
+
+def _checksum(content: memoryview) -> str:
+    """XXH3-128, hex, of a chunk file; of its blocks' checksums where there are several, which threads compute."""
+    blocks = [content[start : start + _BLOCK_BYTES] for start in range(0, len(content), _BLOCK_BYTES)]
+    if len(blocks) == 1:
+        return xxhash.xxh3_128_hexdigest(content)
+    return xxhash.xxh3_128_hexdigest(b"".join(_hashers().map(xxhash.xxh3_128_digest, blocks)))
+
+
+@cache  # made anew after a fork: threads do not cross it
+def _hashers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="blend-rag checksum")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_hashers.cache_clear)
+
+
+def _write_flushed(path: Path, data: torch.Tensor, metadata: dict[str, str]) -> None:
+    try:
+        save_file({_TENSOR: data}, path, metadata)
+    except SafetensorError as error:
+        if code := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+        raise
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
 
 
 def _flush_folder(folder: Path) -> None:
