@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -54,7 +54,7 @@ class Arm:
 
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Where the figures go.")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts read per round.")] = 4,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts written and read per round.")] = 4,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks per prompt.")] = 16,
     rounds: Annotated[int, typer.Option(min=1)] = 7,
     folder: Annotated[Path | None, typer.Option(help="On the disk to measure. Left out: the temporary folder.")] = None,
@@ -83,8 +83,9 @@ def measure(
     layers, heads, size = sizes
     torch.manual_seed(0)
     base = torch.randn(layers, 2, 256, heads, size).half()
-    data = [base + number for number in range(chunks)]
-    keys = [ChunkKey.of((number,), fingerprint="benchmark", dtype="float16") for number in range(chunks)]
+    everything = range(prompts * chunks)  # no two prompts share a chunk
+    data = [base + number / 64 for number in everything]
+    keys = [ChunkKey.of((number,), fingerprint="benchmark", dtype="float16") for number in everything]
     stores = dict(open_tiers(folder, port))
     arms = {PLAIN: plain(folder / "plain", data), "plain safetensors, flushed": plain(folder / "flushed", data, True)}
     arms |= {name: of_store(store, keys, data) for name, store in stores.items()}
@@ -92,11 +93,11 @@ def measure(
     gets: dict[str, list[float]] = {name: [] for name in arms}
     for _ in tqdm(range(rounds + 1), desc=folder.name, leave=False):  # the first round warms up
         for name, arm in arms.items():
-            puts[name].append(timed(lambda arm=arm: [arm.put(number) for number in range(chunks)]) / chunks)
+            puts[name].append(timed(lambda arm=arm: [arm.put(number) for number in everything]) / len(everything))
         for name, arm in arms.items():
-            seconds = timed(lambda arm=arm: [read_prompt(arm, chunks) for _ in range(prompts)])
-            gets[name].append(seconds / chunks / prompts)
-    for number in range(chunks):
+            seconds = timed(lambda arm=arm: [read_prompt(arm, everything[i::prompts]) for i in range(prompts)])
+            gets[name].append(seconds / len(everything))
+    for number in everything:
         assert all(torch.equal(arm.get(number), data[number]) for arm in arms.values()), (
             "every tier gives the same bits"
         )
@@ -121,9 +122,9 @@ def ratio(plain_seconds: list[float], seconds: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(plain_seconds[1:], seconds[1:], strict=True))
 
 
-def read_prompt(arm: Arm, chunks: int) -> None:
+def read_prompt(arm: Arm, chunks: Sequence[int]) -> None:
     """All chunks of a prompt in memory of their own, held together."""
-    held = [arm.get(number).clone() for number in range(chunks)]
+    held = [arm.get(number).clone() for number in chunks]
     del held
 
 

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from blend_rag import FULL_PREFILL, DiskStore, KVStore, MemoryStore, PromptBuilder, RecomputePolicy, TieredStore
+from blend_rag import (
+    FULL_PREFILL,
+    DiskStore,
+    KVStore,
+    MemoryStore,
+    Passage,
+    PromptBuilder,
+    RecomputePolicy,
+    TieredStore,
+)
 from blend_rag.engines.transformers import TransformersEngine
 from blend_rag.kv import ChunkKV
 from blend_rag.stores import open_store
@@ -219,6 +228,20 @@ def test_new_chunks_of_a_prompt_hit_the_next_time(
     key = engine.key(prompts.chunk_ids(c), prompts.prefix_ids)
     kept, expected = (store.get(key).data for store in (engine.store, warmed.store))  # as if it had been warmed
     torch.testing.assert_close(kept, expected, atol=1e-2, rtol=1e-2)
+
+
+def test_another_text_of_a_warmed_document_is_said(
+    engine_on: Callable[..., TransformersEngine], prompts: PromptBuilder, tmp_path: Path
+) -> None:
+    for store in (MemoryStore(), DiskStore(tmp_path / "kv")):
+        engine = engine_on(store)
+        engine.warm(prompts, [Passage(FACTS[0], document="freedonia.md")])
+        parent = Passage(f"{FACTS[0]} {FACTS[1]}", document="freedonia.md")
+        layout = prompts.build(passages=[parent, Passage(FACTS[2], document="trains.md")], question=QUESTION)
+        report = engine.generate(layout, max_tokens=1).report
+        assert report.misses == {"text differs from warmed": 1, "never warmed": 1}
+        assert engine.generate(layout, max_tokens=1).report.misses == {}, "warmed on first use"
+        assert engine.forget_document("freedonia.md") == 2
 
 
 def test_new_chunks_are_not_kept_when_told_so(

@@ -55,13 +55,15 @@ class ChunkKeeper:
             context_ids=context_ids,
         )
 
-    def find(self, chunk_ids: Sequence[int], context_ids: Sequence[int]) -> ChunkKV | MissReason:
+    def find(
+        self, chunk_ids: Sequence[int], context_ids: Sequence[int], document: str | None = None
+    ) -> ChunkKV | MissReason:
         """KV of a chunk computed behind `context_ids`, or why there is none."""
         key = self.key(chunk_ids, context_ids)
         try:
             kv = self.store.get(key)
             if kv is None:
-                return self.store.why_missing(key)
+                return self._why_missing(key, document)
         except Exception as error:
             self._report("looked up", error)
             return MissReason.FAILED
@@ -70,6 +72,12 @@ class ChunkKeeper:
             logger.warning("stored chunk KV is %s %s, not %s", kv.data.dtype, tuple(kv.data.shape), expected)
             return MissReason.OTHER_SHAPE
         return kv
+
+    def _why_missing(self, key: ChunkKey, document: str | None) -> MissReason:
+        reason = self.store.why_missing(key)
+        if reason is MissReason.NEVER_WARMED and document and self.store.knows_document(document, self.namespace):
+            return MissReason.TEXT_DIFFERS
+        return reason
 
     def fill(
         self,

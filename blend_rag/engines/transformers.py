@@ -298,7 +298,7 @@ class TransformersEngine:
         ids = layout.ids(segment)
         behind_prefix = policy.context == "prefix" and segment.kind is SegmentKind.CHUNK and layout.context_ids
         for context_ids in [layout.context_ids, ()] if behind_prefix else [()]:
-            found = self._keeper.find(ids, context_ids)
+            found = self._keeper.find(ids, context_ids, segment.document)
             if isinstance(found, ChunkKV):
                 return Hit(found, tuple(context_ids)), reason
             reason = reason or found

@@ -27,6 +27,8 @@ class MissReason(str, Enum):
     TOO_SLOW = "store too slow"
     UNREACHABLE = "store unreachable"
     FAILED = "store failed"
+    TEXT_DIFFERS = "text differs from warmed"
+    """The chunk's document was warmed, this text of it was not: another splitter, prompt format or edition."""
     REUSE_OFF = "reuse is off"
 
 
@@ -107,6 +109,10 @@ class KVStore(Protocol):
 
     def keys_of(self, document: str, namespace: str = "") -> tuple[ChunkKey, ...]:
         """Keys of the KV that this document, and no other of the namespace, uses."""
+        ...
+
+    def knows_document(self, document: str, namespace: str = "") -> bool:
+        """Whether there is KV of this document."""
         ...
 
     def delete_document(self, document: str, namespace: str = "") -> int:

@@ -265,6 +265,10 @@ class DiskStore:
         with self._words():
             return tuple(entry.key for entry in self._index.only_in(document, namespace))
 
+    def knows_document(self, document: str, namespace: str = "") -> bool:
+        with self._words():
+            return self._index.knows_document(document, namespace)
+
     def delete_document(self, document: str, namespace: str = "") -> int:
         with self._words(), self._index.writing():
             unused = self._index.only_in(document, namespace)

@@ -184,6 +184,11 @@ class DiskIndex:
             (namespace, document, document),
         )
 
+    def knows_document(self, document: str, namespace: str) -> bool:
+        query = "SELECT 1 FROM documents WHERE namespace = ? AND document = ? LIMIT 1"
+        with self._reading() as connection:
+            return connection.execute(query, (namespace, document)).fetchone() is not None
+
     def forget_document(self, document: str, namespace: str) -> None:
         with self.writing():
             self._connection.execute(

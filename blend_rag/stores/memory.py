@@ -88,6 +88,10 @@ class MemoryStore:
             keys = self._documents.get((namespace, document), set())
             return tuple(key for key in keys if self._documents_of[key] == {document})
 
+    def knows_document(self, document: str, namespace: str = "") -> bool:
+        with self._lock:
+            return (namespace, document) in self._documents
+
     def delete_document(self, document: str, namespace: str = "") -> int:
         with self._lock:
             unused = self.keys_of(document, namespace)

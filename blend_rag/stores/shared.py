@@ -232,6 +232,10 @@ class SharedStore:
         """A shared tier knows no documents; the tier before it tells which keys to delete."""
         return ()
 
+    def knows_document(self, document: str, namespace: str = "") -> bool:
+        """A shared tier knows no documents."""
+        return False
+
     def delete_document(self, document: str, namespace: str = "") -> int:
         """A shared tier knows no documents."""
         return 0

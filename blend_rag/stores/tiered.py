@@ -121,6 +121,9 @@ class TieredStore:
                 return keys
         return ()
 
+    def knows_document(self, document: str, namespace: str = "") -> bool:
+        return any(tier.knows_document(document, namespace) for tier in self.tiers)
+
     def delete_document(self, document: str, namespace: str = "") -> int:
         unused = self.keys_of(document, namespace)
         for tier in reversed(self.tiers):  # a tier that fails leaves those that know the document as they are
