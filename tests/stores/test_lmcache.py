@@ -15,6 +15,7 @@ VERSIONS = ("0.5.1", "0.5.6")
 CONTRACT = Path(__file__).with_name("lmcache_contract.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason="redis-server is not installed")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_contract(version: str) -> None:

@@ -18,6 +18,8 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import model_validator
+from typing_extensions import Self
 
 from blend_rag import Generation, PromptLayout
 from langchain_blend_rag.base import CONFIG, BlendModel, Call, metadata_of, usage_of
@@ -206,9 +208,13 @@ class ChatBlend(BlendModel, BaseChatModel):
 
     # What LangChain asks for
 
+    @model_validator(mode="after")
+    def _complete_profile(self) -> Self:
+        if self.profile is None:  # LangChain looks before the engine is there
+            self.profile = self._resolve_model_profile()
+        return self
+
     def _resolve_model_profile(self) -> ModelProfile | None:
-        if self.engine is None:
-            return None
         tools = parser_for(self.runtime.chat_template) is not None
         return ModelProfile(
             name=self.model_name,

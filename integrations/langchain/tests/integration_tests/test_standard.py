@@ -22,6 +22,7 @@ from blend_rag.engines.transformers import TransformersEngine
 from langchain_blend_rag import BlendPrompt, BlendRetriever, ChatBlend, Warmer, WarmingVectorStore
 
 
+@pytest.mark.slow
 class TestChatBlend(ChatModelIntegrationTests):
     @pytest.fixture(autouse=True)
     def _engine(self, engine: TransformersEngine) -> None:
