@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import platform
 import queue
 import threading
@@ -34,6 +35,8 @@ from blend_rag.errors import BlendRagError, PolicyError, PromptTooLongError
 from blend_rag.kv import STORE_DTYPES, ChunkKey, ChunkKV
 from blend_rag.layout import Passage, Passages, PromptBuilder, PromptLayout, Segment, SegmentKind
 from blend_rag.stores import KVStore, MemoryStore, MissReason, open_store
+
+logger = logging.getLogger(__name__)
 
 Emit = Callable[[int, str], None]
 """Called with the row and the text to show."""
@@ -422,6 +425,10 @@ class TransformersEngine:
         """Async twin of `warm`."""
         return await asyncio.to_thread(self.warm, prompts, passages, context=context, show_progress=show_progress)
 
+    async def aforget_document(self, document: str) -> int:
+        """Async twin of `forget_document`."""
+        return await asyncio.to_thread(self.forget_document, document)
+
     async def alookup(
         self, layout: PromptLayout, *, policy: RecomputePolicy | None = None
     ) -> tuple[SegmentReport, ...]:
@@ -577,8 +584,11 @@ class TransformersEngine:
                     documents = chunks.setdefault(layout.ids(segment), set())
                     documents.update([segment.document] if segment.document else [])
         for context_ids, chunks in new.items():
-            if chunks:
-                self._fill(chunks, context_ids)
+            try:
+                if chunks:
+                    self._fill(chunks, context_ids)
+            except Exception as error:  # the answer is there already
+                logger.warning("new chunks were not kept (%s: %s)", type(error).__name__, error)
 
     def _decode(
         self,

@@ -206,6 +206,7 @@ class DiskStore:
     def _unfinished_file(self, data: torch.Tensor, metadata: dict[str, str]) -> Iterator[Path]:
         """A flushed file of chunk KV; on a full disk older chunks make room."""
         path = self._unfinished / self._mine / uuid.uuid4().hex
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         try:
             while True:
                 try:

@@ -48,36 +48,48 @@ class TieredStore:
             msg = "a tiered store needs at least one tier"
             raise StoreError(msg)
         self.tiers = tuple(tiers)
-        self._promotions: queue.Queue[tuple[KVStore, ChunkKey, ChunkKV] | None] = queue.Queue(_PROMOTIONS)
+        self._promotions: queue.Queue[tuple[KVStore, ChunkKey, ChunkKV, int] | None] = queue.Queue(_PROMOTIONS)
         self._worker: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of promotions to memory and of the worker's start
+        self._copying = threading.Lock()  # of promotions in the background
+        self._deletions = 0  # what was found before a deletion is not promoted after it
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
+        deletions = self._deletions
         for depth, tier in enumerate(self.tiers):
             kv = tier.get(key)
             if kv is not None:
                 for front in self.tiers[:depth]:
-                    self._promote(front, key, kv)
+                    self._promote(front, key, kv, deletions)
                 return kv
         return None
 
-    def _promote(self, tier: KVStore, key: ChunkKey, kv: ChunkKV) -> None:
-        if isinstance(tier, MemoryStore):
-            _copy(tier, key, kv)
-            return
+    def _promote(self, tier: KVStore, key: ChunkKey, kv: ChunkKV, deletions: int) -> None:
         with self._lock:
+            if isinstance(tier, MemoryStore):
+                if deletions == self._deletions:
+                    _copy(tier, key, kv)
+                return
             if self._worker is None:
                 self._worker = threading.Thread(target=self._copy_promoted, daemon=True, name="blend-rag promotion")
                 self._worker.start()
         try:
-            self._promotions.put_nowait((tier, key, kv))
+            self._promotions.put_nowait((tier, key, kv, deletions))
         except queue.Full:
             logger.debug("too much to copy: a chunk stays where it is")
 
     def _copy_promoted(self) -> None:
         while (item := self._promotions.get()) is not None:
-            _copy(*item)
+            tier, key, kv, deletions = item
+            with self._copying:
+                if deletions == self._deletions:
+                    _copy(tier, key, kv)
             self._promotions.task_done()
+
+    def _stop_promotions(self) -> None:
+        """Nothing found before now comes to the front any more."""
+        with self._lock, self._copying:
+            self._deletions += 1
 
     def flush(self) -> None:
         """Wait until what was found behind has been copied to the front."""
@@ -111,6 +123,7 @@ class TieredStore:
                 tier.put(key, kv, documents)
 
     def delete(self, key: ChunkKey) -> bool:
+        self._stop_promotions()
         there = [tier.delete(key) for tier in self.tiers]  # in all of them
         return any(there)
 
@@ -126,6 +139,7 @@ class TieredStore:
 
     def delete_document(self, document: str, namespace: str = "") -> int:
         unused = self.keys_of(document, namespace)
+        self._stop_promotions()
         for tier in reversed(self.tiers):  # a tier that fails leaves those that know the document as they are
             for key in unused:
                 tier.delete(key)
@@ -133,6 +147,7 @@ class TieredStore:
         return len(unused)
 
     def purge(self, namespace: str | None = None) -> int:
+        self._stop_promotions()
         gone, failed = 0, []
         for tier in self.tiers:
             try:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from langchain_blend_rag.chat_models import ChatBlend
 from langchain_blend_rag.llms import BlendLLM
 from langchain_blend_rag.prompts import BlendPrompt, BlendPromptValue
-from langchain_blend_rag.retrievers import BlendRetriever, original_documents
+from langchain_blend_rag.retrievers import BlendRetriever
+from langchain_blend_rag.segments import original_documents
 from langchain_blend_rag.vectorstores import WarmingVectorStore
 from langchain_blend_rag.warming import Warmer
 

@@ -43,7 +43,7 @@ class BlendModel(BaseModel):
     """Model folder, GGUF file or hub id; left out, the packaged SmolLM2-135M-Instruct."""
     policy: RecomputePolicy | None = None
     """What is recomputed; by default the engine's policy."""
-    store: str | list[str] | None = None
+    store: str | list[str] | None = Field(default=None, exclude=True, repr=False)
     """Where chunk KV is kept, as `blend_rag.open_store` takes it; only where the engine is loaded here."""
     namespace: str = ""
     """KV of one namespace is never seen by another; only where the engine is loaded here."""

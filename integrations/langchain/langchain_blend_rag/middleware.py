@@ -12,8 +12,7 @@ from langchain_core.messages import AnyMessage, BaseMessage, ToolMessage
 
 from blend_rag import Passage, Passages
 from langchain_blend_rag.base import BlendModel
-from langchain_blend_rag.retrievers import original_documents
-from langchain_blend_rag.segments import MARK, mark, text_of
+from langchain_blend_rag.segments import MARK, mark, original_documents, text_of
 
 
 class BlendMiddleware(AgentMiddleware[Any, Any, Any]):

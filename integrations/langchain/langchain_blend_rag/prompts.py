@@ -17,7 +17,7 @@ from typing_extensions import Self
 from blend_rag import Passage, Passages
 from blend_rag.errors import PromptError
 from blend_rag.layout import DEFAULT_SEPARATOR, DEFAULT_TEMPLATE
-from langchain_blend_rag.segments import MARK, mark
+from langchain_blend_rag.segments import MARK, mark, original_documents
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class BlendPrompt(RunnableSerializable[dict[str, Any], PromptValue]):
         if isinstance(documents, (str, Document)):
             msg = f"{self.context_key} is one {type(documents).__name__}: pass a list of documents"
             raise TypeError(msg)
-        documents = list(documents)
+        documents = original_documents(documents)
         question = str(given[self.question_key])
         history = convert_to_messages(given.get(self.history_key) or [])
         kept = documents

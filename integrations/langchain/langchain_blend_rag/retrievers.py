@@ -62,29 +62,30 @@ class BlendRetriever(BaseRetriever):
     ) -> list[Document]:
         k = kwargs.pop("k", self.k)
         found = self.retriever.invoke(query, {"callbacks": run_manager.get_child()}, **self._asked(k, kwargs))
-        return self._hand_out(found, k)
+        documents = self._chosen(found, k)
+        has_kv = self.warmer.have_kv(documents) if self.cached_first and self.warmer else []
+        return self._hand_out(documents, has_kv)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         k = kwargs.pop("k", self.k)
         found = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **self._asked(k, kwargs))
-        return self._hand_out(found, k)
+        documents = self._chosen(found, k)
+        has_kv = await self.warmer.ahave_kv(documents) if self.cached_first and self.warmer else []
+        return self._hand_out(documents, has_kv)
 
     def _asked(self, k: int | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs if k is None else {**kwargs, "k": k}
 
-    def _hand_out(self, found: Sequence[Document], k: int | None) -> list[Document]:
+    def _chosen(self, found: Sequence[Document], k: int | None) -> list[Document]:
         documents = _unique(found) if self.remove_duplicates else list(found)
-        documents = documents if k is None else documents[:k]
-        if self.cached_first and self.warmer:
-            cached = self.warmer.have_kv(documents)
-            documents = [
-                document
-                for wanted in (True, False)
-                for document, has in zip(documents, cached, strict=True)
-                if has is wanted
-            ]
+        return documents if k is None else documents[:k]
+
+    def _hand_out(self, documents: list[Document], has_kv: Sequence[bool]) -> list[Document]:
+        if has_kv:
+            ranked = sorted(range(len(documents)), key=lambda number: not has_kv[number])
+            documents = [documents[number] for number in ranked]
         return [self._with_borders(document) for document in documents] if self.in_band else documents
 
     def _with_borders(self, document: Document) -> Document:
@@ -94,21 +95,6 @@ class BlendRetriever(BaseRetriever):
                 "metadata": {**document.metadata, MARK: {"text": document.page_content}},
             }
         )
-
-
-def original_documents(documents: Iterable[Document]) -> list[Document]:
-    """Documents as they were before `BlendRetriever(in_band=True)` put borders into them."""
-    return [
-        document.model_copy(
-            update={
-                "page_content": document.metadata[MARK]["text"],
-                "metadata": {name: value for name, value in document.metadata.items() if name != MARK},
-            }
-        )
-        if isinstance(document.metadata.get(MARK), dict)
-        else document
-        for document in documents
-    ]
 
 
 def _unique(documents: Iterable[Document]) -> list[Document]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, SystemMessage, ToolMessage
 
 from blend_rag import Message, Passage, Passages
@@ -134,6 +135,21 @@ def leading_system(messages: Sequence[BaseMessage]) -> tuple[str | None, list[Ba
         if all(isinstance(part, str) for part in parts):
             return text_of(messages[0]), list(messages[1:])
     return None, list(messages)
+
+
+def original_documents(documents: Iterable[Document]) -> list[Document]:
+    """Documents as they were before `BlendRetriever(in_band=True)` put borders into them."""
+    return [
+        document.model_copy(
+            update={
+                "page_content": document.metadata[MARK]["text"],
+                "metadata": {name: value for name, value in document.metadata.items() if name != MARK},
+            }
+        )
+        if isinstance(document.metadata.get(MARK), dict)
+        else document
+        for document in documents
+    ]
 
 
 def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:

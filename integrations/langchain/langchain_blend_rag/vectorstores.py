@@ -97,21 +97,21 @@ class WarmingVectorStore(VectorStore):
         """Delete documents, then the KV that nobody else uses."""
         deleted = self.store.delete(ids, **kwargs)
         if deleted is not False:
-            self._forget(ids)
+            try:
+                self.warmer.forget(ids or ())
+            except Exception as error:
+                self._failed(error)
         return deleted
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Async twin of `delete`."""
         deleted = await self.store.adelete(ids, **kwargs)
         if deleted is not False:
-            self._forget(ids)
+            try:
+                await self.warmer.aforget(ids or ())
+            except Exception as error:
+                self._failed(error)
         return deleted
-
-    def _forget(self, ids: list[str] | None) -> None:
-        try:
-            self.warmer.forget(ids or ())
-        except Exception as error:
-            self._failed(error)
 
     def _failed(self, error: Exception) -> None:
         self.warm_failures += 1

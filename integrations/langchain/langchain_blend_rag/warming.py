@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from langchain_core.documents import Document
 
-from blend_rag import PromptBuilder, SegmentKind, WarmReport
+from blend_rag import PromptBuilder, PromptLayout, SegmentKind, SegmentReport, WarmReport
 from langchain_blend_rag.base import BlendModel
 from langchain_blend_rag.prompts import BlendPrompt
 
@@ -53,13 +53,28 @@ class Warmer:
         """
         return sum(self.llm.engine.forget_document(name) for name in ids)
 
+    async def aforget(self, ids: Iterable[str]) -> int:
+        """Async twin of `forget`."""
+        return sum([await self.llm.engine.aforget_document(name) for name in ids])
+
     def have_kv(self, documents: Sequence[Document]) -> list[bool]:
         """Which documents would be reused now."""
         if not documents:
             return []
-        layout = self.builder.build(question="?", passages=[self.prompt.passage(document) for document in documents])
-        found = self.llm.engine.lookup(layout)
-        chunks = [
-            report for report, segment in zip(found, layout.segments, strict=True) if segment.kind is SegmentKind.CHUNK
-        ]
-        return [report.computed == 0 for report in chunks]
+        layout = self._layout(documents)
+        return _reused(layout, self.llm.engine.lookup(layout))
+
+    async def ahave_kv(self, documents: Sequence[Document]) -> list[bool]:
+        """Async twin of `have_kv`."""
+        if not documents:
+            return []
+        layout = self._layout(documents)
+        return _reused(layout, await self.llm.engine.alookup(layout))
+
+    def _layout(self, documents: Sequence[Document]) -> PromptLayout:
+        return self.builder.build(question="?", passages=[self.prompt.passage(document) for document in documents])
+
+
+def _reused(layout: PromptLayout, found: Sequence[SegmentReport]) -> list[bool]:
+    pairs = zip(found, layout.segments, strict=True)
+    return [report.computed == 0 for report, segment in pairs if segment.kind is SegmentKind.CHUNK]

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 from langchain_core.documents import Document
 
 from blend_rag import MemoryStore, RecomputePolicy, load_engine
 from blend_rag.engines.transformers import TransformersEngine
 from langchain_blend_rag import ChatBlend
+
+settings.register_profile("shared machines", deadline=None)  # a slow moment is no failure
+settings.load_profile("shared machines")
 
 FACTS = {
     "capital": "The capital of Freedonia is Fredville, a small town known for its blue cheese and its old mill.",

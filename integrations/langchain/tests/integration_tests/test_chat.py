@@ -16,6 +16,7 @@ from langchain_core.tools import tool
 
 from blend_rag import RecomputePolicy
 from blend_rag.engines.transformers import TransformersEngine
+from blend_rag.in_band import enclose
 from langchain_blend_rag import BlendPrompt, ChatBlend, Warmer
 from tests.conftest import FACTS, QUESTION
 
@@ -200,12 +201,20 @@ def test_tokens_are_counted_with_the_models_tokenizer(make_chat: Callable[..., C
 
 
 def test_answers_hold_no_separators(make_chat: Callable[..., ChatBlend], documents: list[Document]) -> None:
-    chat = make_chat(max_tokens=24)
+    """Twenty greedy answers, out of band and in band."""
     prompt = BlendPrompt(system="Answer from the passages.", document_separator="\n***\n")
-    for name in FACTS:
-        for order in (documents, documents[::-1]):
-            answer = (prompt | chat).invoke({"context": order, "question": f"Tell me about the {name} of Freedonia."})
-            assert "***" not in answer.text
+    questions = [f"Tell me about the {name} of Freedonia." for name in FACTS] + ["What is odd about Freedonia?"]
+    inputs = [
+        {"context": order, "question": question} for question in questions for order in (documents, documents[::-1])
+    ]
+    answers = (prompt | make_chat(max_tokens=24)).batch(inputs)
+    assert not any("***" in answer.text for answer in answers)
+    joined = [
+        "".join(enclose(document.page_content) for document in given["context"]) + given["question"] for given in inputs
+    ]
+    answers = make_chat(max_tokens=24).batch(joined)
+    assert not any("chunk-border" in answer.text for answer in answers)
+    assert all(answer.response_metadata["blend_rag"]["segments"] for answer in answers)
 
 
 def test_an_engine_loaded_here_is_closed_here(make_chat: Callable[..., ChatBlend]) -> None:

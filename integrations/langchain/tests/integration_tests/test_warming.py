@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,20 +90,55 @@ def test_another_system_prompt_is_said_and_warmed_again(
     assert misses(chat, other, documents) == {}
 
 
-def test_a_killed_warm_up_goes_on_where_it_stopped(
-    engine: TransformersEngine, documents: list[Document], tmp_path: Any, computed: list[int]
-) -> None:
-    def chat() -> ChatBlend:
-        return ChatBlend(
-            engine=TransformersEngine.from_loaded(
-                engine.decoder.model, engine.tokenizer, store=DiskStore(tmp_path / "kv"), self_test=False
-            )
-        )
+KILLED = """
+import sys
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_blend_rag import BlendPrompt, ChatBlend, Warmer, WarmingVectorStore
+from tests.integration_tests.test_warming import SYSTEM, thirty
 
-    prompt = BlendPrompt(system=SYSTEM)
-    Warmer(chat(), prompt).warm(documents[:2])  # as far as it came
-    Warmer(chat(), prompt).warm(documents)
-    assert computed == [2, 2]
+warmer = Warmer(ChatBlend(store=sys.argv[1]), BlendPrompt(system=SYSTEM))
+store = WarmingVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=6)), warmer)
+for document in thirty() * 1000:
+    store.add_documents([document])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_warm_up_goes_on_where_it_stopped(engine: TransformersEngine, tmp_path: Path) -> None:
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, f"file://{tmp_path}/kv"])
+    until = time.monotonic() + 60
+    while len(list((tmp_path / "kv").glob("objects/*/*"))) < 8:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    store = DiskStore(tmp_path / "kv")
+    kept = store.stats().chunks - 1  # without the prefix
+    assert 7 <= kept < 30
+    again = TransformersEngine.from_loaded(engine.decoder.model, engine.tokenizer, store=store, self_test=False)
+    report = Warmer(ChatBlend(engine=again), BlendPrompt(system=SYSTEM)).warm(thirty())
+    assert (report.present, report.computed) == (kept, 30 - kept)
+
+
+def test_public_methods_have_twins_that_give_the_same(
+    make_chat: Callable[..., ChatBlend], documents: list[Document]
+) -> None:
+    chat = make_chat()
+    warmer = Warmer(chat, BlendPrompt(system=SYSTEM))
+
+    async def twins() -> None:
+        assert (await warmer.awarm(documents[:2])).computed == 2
+        assert await warmer.ahave_kv(documents) == warmer.have_kv(documents) == [True, True, False, False]
+        assert await warmer.aforget(["capital", "none"]) == 1
+        assert warmer.forget(["king"]) == 1
+        assert await warmer.ahave_kv([]) == warmer.have_kv([]) == []
+
+    asyncio.run(twins())
+    for kind in (ChatBlend, BlendRetriever, BlendPrompt, Warmer, WarmingVectorStore):
+        own = {name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
+        async_names = {name for name in own if asyncio.iscoroutinefunction(getattr(kind, name))}
+        assert {name.removeprefix("a") for name in async_names} <= own | {"batch"}, kind
 
 
 def test_a_failed_warm_up_is_counted_not_raised(
