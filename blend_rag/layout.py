@@ -301,6 +301,11 @@ class PromptBuilder:
         self._bos_marks_turns = self.chat and self._count_bos(first_turn) > 1
         self.prefix_ids = self._stable_prefix(first_turn)
 
+    @property
+    def glue(self) -> str:
+        """What stands between two chunks."""
+        return self.separator.text if self.separator else ""
+
     def chunk_ids(self, text: str) -> tuple[int, ...]:
         """The ids a passage has alone, at ingestion and in every prompt.
 

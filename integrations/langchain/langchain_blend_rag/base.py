@@ -84,7 +84,7 @@ class BlendModel(BaseModel):
             self.engine = load_engine(self.model, **{name: value for name, value in options.items() if value})
             self._owns_engine = True
         self._runtime = BlendRuntime(
-            self.engine,
+            self.engine.tokenizer,
             separator=self.separator,
             in_band=self.in_band_separator,
             chat=self._use_chat_template(),
@@ -119,7 +119,7 @@ class BlendModel(BaseModel):
 
     def get_token_ids(self, text: str) -> list[int]:
         """Ids of plain text by the model's own tokenizer."""
-        return self._runtime.count(text)
+        return list(self._runtime.tokenizer.literal(text))
 
     def _sampling(self, stop: list[str] | None, kwargs: dict[str, Any]) -> SamplingParams:
         """Sampling parameters of a call; takes what it uses out of `kwargs`.
