@@ -12,7 +12,7 @@ import re
 from blend_rag.errors import PromptError
 from blend_rag.layout import Passages
 
-IN_BAND_SEPARATOR = "<chunk-border>\n"
+IN_BAND_SEPARATOR = "<chunk-border>"
 _JOINER = "\u2060"  # word joiner: what escapes a separator inside a passage
 
 

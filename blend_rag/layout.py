@@ -228,6 +228,13 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Markup:
+    """Template text of the caller's own, in which names of control tokens count."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Part:
     """A piece of a prompt before tokenisation; `passages` takes the place of `text` for a group of chunks."""
 
@@ -359,6 +366,25 @@ class PromptBuilder:
             msg = "the conversation holds no question: add a user message with text"
             raise PromptError(msg)
         return self._lay_out(_turns(messages, question_at=asked[-1]))
+
+    def build_rendered(self, parts: Iterable[str | Markup | Passages]) -> PromptLayout:
+        """Lay out a prompt whose template the caller has rendered; plain text is literal, and the question.
+
+        Raises:
+            PromptError: a passage is empty, or there is no text.
+        """
+        made = [
+            _Part(SegmentKind.CHUNK, passages=part)
+            if isinstance(part, Passages)
+            else _Part(SegmentKind.GLUE, part.text, trusted=True)
+            if isinstance(part, Markup)
+            else _Part(SegmentKind.QUESTION, part)
+            for part in parts
+        ]
+        pieces = self._tokenise(made)
+        if not pieces:
+            raise PromptError(_NO_QUESTION)
+        return _splice(pieces, self.prefix_ids)
 
     def _lay_out(self, turns: list[Turn[_Part]]) -> PromptLayout:
         pieces = self._tokenise(self._render(turns))
