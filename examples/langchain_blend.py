@@ -3,7 +3,8 @@
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.runnables import RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
-from library import MODEL, QUESTIONS, SYSTEM, embeddings, reference
+from langchain_library import documents, embeddings
+from library import MODEL, QUESTIONS, SYSTEM
 
 from langchain_blend_rag import BlendPrompt, ChatBlend, Warmer, WarmingVectorStore
 
@@ -11,7 +12,7 @@ chat = ChatBlend(model=MODEL, max_tokens=48)
 prompt = BlendPrompt(system=SYSTEM, llm=chat)
 store = WarmingVectorStore(InMemoryVectorStore(embeddings()), Warmer(chat, prompt))
 
-store.add_documents(reference())
+store.add_documents(documents())
 retriever = store.as_retriever(search_kwargs={"k": 4})
 chain = {"context": retriever, "question": RunnablePassthrough()} | prompt | chat | StrOutputParser()
 

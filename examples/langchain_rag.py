@@ -9,7 +9,8 @@ from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.messages import AIMessage
 from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
-from library import MODEL, SYSTEM, embeddings, reference
+from langchain_library import documents, embeddings
+from library import MODEL, SYSTEM
 
 from langchain_blend_rag import BlendPrompt, BlendRetriever, ChatBlend, Warmer, WarmingVectorStore
 
@@ -30,7 +31,7 @@ with ChatBlend(model=MODEL, store=STORE, max_tokens=48) as chat:
     store = WarmingVectorStore(InMemoryVectorStore(embeddings()), Warmer(chat, prompt), show_progress=True)
     records = InMemoryRecordManager("reference")
     records.create_schema()
-    done = index(reference(), records, store, cleanup="incremental", source_id_key="source", key_encoder="sha256")
+    done = index(documents(), records, store, cleanup="incremental", source_id_key="source", key_encoder="sha256")
     print(f"indexed: {done}")
 
     retriever = BlendRetriever(retriever=store.as_retriever(search_kwargs={"k": 4}))

@@ -25,7 +25,8 @@ from langchain_core.runnables import RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 
 sys.path.insert(0, "..")
-from library import MODEL, QUESTIONS, SYSTEM, embeddings, reference
+from langchain_library import documents, embeddings
+from library import MODEL, QUESTIONS, SYSTEM
 
 from blend_rag import FULL_PREFILL
 from langchain_blend_rag import BlendPrompt, ChatBlend, Warmer, WarmingVectorStore
@@ -33,7 +34,7 @@ from langchain_blend_rag import BlendPrompt, ChatBlend, Warmer, WarmingVectorSto
 chat = ChatBlend(model=MODEL, max_tokens=1)
 prompt = BlendPrompt(system=SYSTEM, llm=chat)
 store = WarmingVectorStore(InMemoryVectorStore(embeddings()), Warmer(chat, prompt))
-store.add_documents(reference())
+store.add_documents(documents())
 prompts = {"context": store.as_retriever(search_kwargs={"k": 6}), "question": RunnablePassthrough()} | prompt
 
 # %% [markdown]

@@ -7,10 +7,10 @@ from pydoc_data import topics
 
 import pytest
 from llama_index.core import Document
-from llama_index.llms.blend_rag import BlendLLM
 
 from blend_rag import MemoryStore, RecomputePolicy, load_engine
 from blend_rag.engines.transformers import TransformersEngine
+from llama_index.llms.blend_rag import BlendLLM
 
 FACTS = {
     "capital": "The capital of Freedonia is Fredville, a small town known for its blue cheese and its old mill.",

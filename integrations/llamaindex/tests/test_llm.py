@@ -15,10 +15,10 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import LLM, ChatMessage, CustomLLM, ImageBlock
 from llama_index.core.prompts import PromptTemplate
-from llama_index.llms.blend_rag import BlendLLM, BlendReuseEvent
 
 from blend_rag.engines.transformers import TransformersEngine
 from blend_rag.errors import PromptError
+from llama_index.llms.blend_rag import BlendLLM, BlendReuseEvent
 from tests.conftest import QUESTION, SYSTEM
 
 ROLES = ("<|im_start|>", "<|im_end|>")

@@ -16,6 +16,9 @@ from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
+
+from blend_rag import PromptBuilder
+from blend_rag.engines.transformers import TransformersEngine
 from llama_index.llms.blend_rag import (
     BlendContextChatEngine,
     BlendLLM,
@@ -26,9 +29,6 @@ from llama_index.llms.blend_rag import (
     WarmTransform,
     original_nodes,
 )
-
-from blend_rag import PromptBuilder
-from blend_rag.engines.transformers import TransformersEngine
 from tests.conftest import FACTS, QUESTION, SYSTEM, real_passages
 
 EMBEDDING = MockEmbedding(8)
@@ -284,6 +284,8 @@ def test_postprocessor_removes_duplicates_and_orders(make_llm: MakeLLM, document
     warmer.warm(nodes[2:])
     ordered = BlendPostprocessor(warmer, in_band=False, cached_first=True).postprocess_nodes(found)
     assert [node.node_id for node in ordered] == [nodes[number].node_id for number in (2, 3, 0, 1)]
+    twin = BlendPostprocessor(warmer, in_band=False, cached_first=True).apostprocess_nodes(found)
+    assert asyncio.run(twin) == ordered
     with pytest.raises(ValueError, match="warmer"):
         BlendPostprocessor(cached_first=True)
 
@@ -334,6 +336,29 @@ def test_a_pipeline_warms_and_its_cache_skips(make_llm: MakeLLM, documents: list
     assert llm.engine.store.stats().chunks == 5
     assert len(asyncio.run(pipeline.arun(documents=[Document(text="One more.")]))) == 1
     assert llm.engine.store.stats().chunks == 6
+
+
+def test_public_methods_have_twins_that_give_the_same(make_llm: MakeLLM, documents: list[Document]) -> None:
+    llm = make_llm()
+    synthesizer = BlendSynthesizer(llm, system_prompt=SYSTEM)
+    warmer, nodes = Warmer(synthesizer), nodes_of(documents)
+
+    async def twins() -> None:
+        assert (await warmer.awarm(nodes[:2])).computed == 2
+        assert await warmer.ahave_kv(nodes) == warmer.have_kv(nodes) == [True, True, False, False]
+        layout, _ = synthesizer.layout(QUESTION, [synthesizer.passage(node) for node in nodes])
+        text = llm.complete_segments(layout).text
+        assert (await llm.acomplete_segments(layout)).text == text
+        assert "".join(piece.delta for piece in llm.stream_segments(layout)) == text
+        assert "".join([piece.delta async for piece in await llm.astream_segments(layout)]) == text
+        assert await warmer.aforget([nodes[0].node_id]) == warmer.forget([nodes[1].node_id]) == 1
+
+    asyncio.run(twins())
+    for kind in (BlendLLM, BlendSynthesizer, BlendPostprocessor, Warmer, WarmingVectorStore, BlendContextChatEngine):
+        own = {name for name, value in vars(kind).items() if callable(value)}
+        twins_of = {name.replace("async_", "", 1).removeprefix("a") for name in own if name.startswith(("a", "_a"))}
+        missing = {name for name in twins_of if not name.startswith("_")} - own - {"dd"}
+        assert not missing, (kind, missing)
 
 
 def test_a_failed_warm_up_is_counted_not_raised(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import llama_index.core.instrumentation as instrumentation
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -19,7 +20,6 @@ from llama_index.core.base.llms.types import (
     MessageRole,
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
@@ -30,7 +30,7 @@ from blend_rag.errors import PromptError
 from blend_rag.in_band import IN_BAND_SEPARATOR, split
 from blend_rag.layout import DEFAULT_SEPARATOR, Markup
 
-dispatcher = get_dispatcher(__name__)
+dispatcher = instrumentation.get_dispatcher(__name__)  # type: ignore[attr-defined]
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "max_tokens", "ignore_eos", "stop")
 _ROLES = {MessageRole.USER: "user", MessageRole.ASSISTANT: "assistant", MessageRole.TOOL: "tool"}
@@ -117,7 +117,7 @@ class BlendLLM(LLM):
         **kwargs: Any,
     ) -> None:
         hooks = [kwargs.get(name) is not None for name in ("messages_to_prompt", "completion_to_prompt")]
-        super().__init__(model=model, **kwargs)
+        super().__init__(model=model, **kwargs)  # type: ignore[call-arg]
         self._sampling({})  # bad values are said now
         self._owns_engine = engine is None
         options = {"store": store, "namespace": self.namespace, "policy": policy}
@@ -223,19 +223,24 @@ class BlendLLM(LLM):
 
     def complete_segments(self, layout: PromptLayout, **kwargs: Any) -> CompletionResponse:
         """Answer a layout, through the same events as `complete`."""
-        return self.complete(SegmentedPrompt.of(layout), formatted=True, **kwargs)
+        response: CompletionResponse = self.complete(SegmentedPrompt.of(layout), formatted=True, **kwargs)
+        return response
 
     async def acomplete_segments(self, layout: PromptLayout, **kwargs: Any) -> CompletionResponse:
         """Async twin of `complete_segments`."""
-        return await self.acomplete(SegmentedPrompt.of(layout), formatted=True, **kwargs)
+        response: CompletionResponse = await self.acomplete(SegmentedPrompt.of(layout), formatted=True, **kwargs)
+        return response
 
     def stream_segments(self, layout: PromptLayout, **kwargs: Any) -> CompletionResponseGen:
         """Answer a layout piece by piece."""
-        return self.stream_complete(SegmentedPrompt.of(layout), formatted=True, **kwargs)
+        pieces: CompletionResponseGen = self.stream_complete(SegmentedPrompt.of(layout), formatted=True, **kwargs)
+        return pieces
 
     async def astream_segments(self, layout: PromptLayout, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Async twin of `stream_segments`."""
-        return await self.astream_complete(SegmentedPrompt.of(layout), formatted=True, **kwargs)
+        prompt = SegmentedPrompt.of(layout)
+        pieces: CompletionResponseAsyncGen = await self.astream_complete(prompt, formatted=True, **kwargs)
+        return pieces
 
     def completion_layout(self, prompt: str, *, formatted: bool = False) -> PromptLayout:
         """The prompt as the core lays it out.
@@ -248,7 +253,7 @@ class BlendLLM(LLM):
         if formatted:
             return self._rendered([Markup(prompt)])
         if self._own_hooks[1]:
-            return self._hooked(lambda marks: self.completion_to_prompt(marks[0]), [prompt])
+            return self._hooked(lambda marks: self.completion_to_prompt(marks[0]), [prompt])  # type: ignore[misc]
         system = [ChatMessage(role=MessageRole.SYSTEM, content=self.system_prompt)] if self.system_prompt else []
         return self.chat_layout([*system, ChatMessage(role=MessageRole.USER, content=prompt)])
 
@@ -263,7 +268,8 @@ class BlendLLM(LLM):
 
             def render(marks: list[str]) -> str:
                 pairs = zip(messages, marks, strict=True)
-                return self.messages_to_prompt([ChatMessage(role=one.role, content=mark) for one, mark in pairs])
+                marked = [ChatMessage(role=one.role, content=mark) for one, mark in pairs]
+                return str(self.messages_to_prompt(marked))  # type: ignore[misc]
 
             return self._hooked(render, texts)
         system, rest = self._leading_system(messages)

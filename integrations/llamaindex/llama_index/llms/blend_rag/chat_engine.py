@@ -8,6 +8,7 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.chat_engine import ContextChatEngine
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import NodeWithScore
+
 from llama_index.llms.blend_rag.base import BlendLLM
 from llama_index.llms.blend_rag.synthesizer import BlendSynthesizer
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
-from llama_index.llms.blend_rag.warming import Warmer
 
 from blend_rag.in_band import IN_BAND_SEPARATOR, enclose
+from llama_index.llms.blend_rag.warming import Warmer
 
 ORIGINAL = "blend_rag_text"
 """Metadata key under which a node with borders keeps its text."""
@@ -37,7 +38,7 @@ class BlendPostprocessor(BaseNodePostprocessor):
 
     _warmer: Warmer | None = PrivateAttr(default=None)
 
-    def __init__(self, warmer: Warmer | None = None, **kwargs: object) -> None:
+    def __init__(self, warmer: Warmer | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._warmer = warmer
         if self.cached_first and warmer is None:
@@ -53,8 +54,18 @@ class BlendPostprocessor(BaseNodePostprocessor):
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         found = _unique(nodes) if self.remove_duplicates else list(nodes)
-        if self.cached_first and self._warmer:
-            has_kv = self._warmer.have_kv([node.node for node in found])
+        inner = [node.node for node in found]
+        return self._hand_out(found, self._warmer.have_kv(inner) if self.cached_first and self._warmer else [])
+
+    async def _apostprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        found = _unique(nodes) if self.remove_duplicates else list(nodes)
+        inner = [node.node for node in found]
+        return self._hand_out(found, await self._warmer.ahave_kv(inner) if self.cached_first and self._warmer else [])
+
+    def _hand_out(self, found: list[NodeWithScore], has_kv: list[bool]) -> list[NodeWithScore]:
+        if has_kv:
             found = [found[number] for number in sorted(range(len(found)), key=lambda number: not has_kv[number])]
         return [self._with_borders(node) for node in found] if self.in_band else found
 

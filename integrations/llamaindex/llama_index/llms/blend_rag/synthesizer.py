@@ -14,10 +14,10 @@ from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers.base import BaseSynthesizer, QueryTextType
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.types import RESPONSE_TEXT_TYPE
-from llama_index.llms.blend_rag.base import BlendLLM
 
 from blend_rag import Message, Passage, PromptBuilder, PromptLayout
 from blend_rag.layout import DEFAULT_SEPARATOR
+from llama_index.llms.blend_rag.base import BlendLLM
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class BlendSynthesizer(BaseSynthesizer):
         if not isinstance(self._llm, BlendLLM):
             fields = self._fields(query_str, text_chunks)
             ask = self._llm.astream if self._streaming else self._llm.apredict
-            return await ask(self._text_qa_template, **fields, **response_kwargs)  # type: ignore[return-value]
+            return await ask(self._text_qa_template, **fields, **response_kwargs)
         layout, told["dropped_nodes"] = self.layout(query_str, passages or [Passage(text) for text in text_chunks])
         if not self._streaming:
             response = await self._llm.acomplete_segments(layout, **response_kwargs)

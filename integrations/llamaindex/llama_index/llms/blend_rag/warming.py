@@ -14,10 +14,10 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQuery,
     VectorStoreQueryResult,
 )
+
+from blend_rag import PromptLayout, SegmentKind, SegmentReport, WarmReport
 from llama_index.llms.blend_rag.base import BlendLLM
 from llama_index.llms.blend_rag.synthesizer import BlendSynthesizer
-
-from blend_rag import WarmReport
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +73,29 @@ class Warmer:
         """Which nodes would be reused now."""
         if not nodes:
             return []
-        layout = self.synthesizer.builder.build(question="?", passages=[self.synthesizer.passage(n) for n in nodes])
-        pairs = zip(self.engine.lookup(layout), layout.segments, strict=True)
-        return [report.computed == 0 for report, segment in pairs if segment.kind.value == "chunk"]
+        layout = self._layout(nodes)
+        return _reused(layout, self.engine.lookup(layout))
+
+    async def ahave_kv(self, nodes: Sequence[BaseNode]) -> list[bool]:
+        """Async twin of `have_kv`."""
+        if not nodes:
+            return []
+        layout = self._layout(nodes)
+        return _reused(layout, await self.engine.alookup(layout))
+
+    def _layout(self, nodes: Sequence[BaseNode]) -> PromptLayout:
+        passages = [self.synthesizer.passage(node) for node in nodes]
+        return self.synthesizer.builder.build(question="?", passages=passages)
 
     def failed(self, error: Exception) -> None:
         """Count and log a warm-up that did not work; the nodes are stored, and computed when first used."""
         self.failures += 1
         logger.warning("nodes are stored, their KV is not (%s: %s)", type(error).__name__, error)
+
+
+def _reused(layout: PromptLayout, found: Sequence[SegmentReport]) -> list[bool]:
+    pairs = zip(found, layout.segments, strict=True)
+    return [report.computed == 0 for report, segment in pairs if segment.kind is SegmentKind.CHUNK]
 
 
 class WarmTransform(TransformComponent):
