@@ -43,6 +43,7 @@ def test_doctor_fails_with_what_to_do(tmp_path: Path) -> None:
     assert "no config.json" in done.stdout
 
 
+@pytest.mark.slow
 def test_ask_answers_from_documents_as_json(tmp_path: Path) -> None:
     (tmp_path / "towers.txt").write_text("The lighthouse on the northern cape was finished in 1871.\n")
     (tmp_path / "boats.md").write_text("The ferry to the islands leaves at six in the morning.\n")

@@ -39,6 +39,7 @@ def test_retriever_finds_passages_by_meaning() -> None:
         Retriever([])
 
 
+@pytest.mark.slow
 def test_demo_answers_compares_and_writes_its_report(library: Library, tmp_path: Path) -> None:
     questions = ("When was the lighthouse finished?", "What are the tugs called?")
     shown: list[str] = []

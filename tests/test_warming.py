@@ -74,6 +74,7 @@ def test_documents_are_warmed_skipped_and_forgotten(
         warm_documents(engine, prompts, [library / "none"])
 
 
+@pytest.mark.slow
 def test_what_one_process_warms_another_reuses(engine: TransformersEngine, library: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/kv"
     done = run("warm", str(library), "--store", url, "--json")
@@ -167,6 +168,7 @@ def test_two_processes_warm_the_same_documents(tmp_path: Path) -> None:
 # The commands that look after a store
 
 
+@pytest.mark.slow
 def test_store_commands(library: Path, tmp_path: Path) -> None:
     named = ["--store", f"file://{tmp_path}/kv"]
     store = DiskStore(tmp_path / "kv")

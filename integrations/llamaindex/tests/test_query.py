@@ -207,10 +207,12 @@ def test_a_conversation_reuses_chunks_from_turn_to_turn(make_llm: MakeLLM, docum
     streamed = chat.stream_chat("And the trains?")
     assert "".join(streamed.response_gen)
 
-    async def go() -> str:
-        return str(await chat.achat("And again?"))
+    async def go() -> tuple[str, str]:
+        whole = str(await chat.achat("And again?"))
+        streamed = await chat.astream_chat("And once more?")
+        return whole, "".join([piece async for piece in streamed.async_response_gen()])
 
-    assert asyncio.run(go())
+    assert all(asyncio.run(go()))
 
 
 def test_condensed_questions_are_what_is_retrieved(make_llm: MakeLLM, documents: list[Document]) -> None:
@@ -346,6 +348,7 @@ def test_public_methods_have_twins_that_give_the_same(make_llm: MakeLLM, documen
     async def twins() -> None:
         assert (await warmer.awarm(nodes[:2])).computed == 2
         assert await warmer.ahave_kv(nodes) == warmer.have_kv(nodes) == [True, True, False, False]
+        warmer.warm(nodes)
         layout, _ = synthesizer.layout(QUESTION, [synthesizer.passage(node) for node in nodes])
         text = llm.complete_segments(layout).text
         assert (await llm.acomplete_segments(layout)).text == text

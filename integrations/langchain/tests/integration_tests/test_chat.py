@@ -200,6 +200,7 @@ def test_tokens_are_counted_with_the_models_tokenizer(make_chat: Callable[..., C
     assert chat.profile["max_input_tokens"] == chat.engine.max_model_len
 
 
+@pytest.mark.slow
 def test_answers_hold_no_separators(make_chat: Callable[..., ChatBlend], documents: list[Document]) -> None:
     """Twenty greedy answers, out of band and in band."""
     prompt = BlendPrompt(system="Answer from the passages.", document_separator="\n***\n")
