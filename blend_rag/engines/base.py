@@ -14,7 +14,7 @@ from typing import Any, Protocol, overload, runtime_checkable
 
 from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.errors import PolicyError
-from blend_rag.layout import Passage, PromptBuilder, PromptLayout
+from blend_rag.layout import Passage, PromptBuilder, PromptLayout, SegmentKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,12 @@ class SegmentReport:
     computed: int = 0
     context: str | None = None
     reason: str | None = None
+
+
+def chunks_with_kv(layout: PromptLayout, found: Sequence[SegmentReport]) -> list[bool]:
+    """Which chunks of a layout would be reused, from what `lookup` says of it."""
+    pairs = zip(found, layout.segments, strict=True)
+    return [report.computed == 0 for report, segment in pairs if segment.kind is SegmentKind.CHUNK]
 
 
 @dataclass(frozen=True, slots=True)

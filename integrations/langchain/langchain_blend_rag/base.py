@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
+from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from typing_extensions import Self
@@ -149,6 +150,19 @@ class BlendModel(BaseModel):
             msg = "n must be at least 1"
             raise ValueError(msg)
         return Call(sampling, policy, n)
+
+    def _tracing(self, kind: Literal["chat", "llm"], stop: list[str] | None, kwargs: dict[str, Any]) -> LangSmithParams:
+        """What LangSmith is told of a call."""
+        params = LangSmithParams(
+            ls_provider="blend_rag",
+            ls_model_name=kwargs.get("model", self.model_name),
+            ls_model_type=kind,
+            ls_temperature=kwargs.get("temperature", self.temperature),
+            ls_max_tokens=kwargs.get("max_tokens", self.max_tokens),
+        )
+        if words := stop if stop is not None else self.stop:
+            params["ls_stop"] = words
+        return params
 
     def _run(self, layouts: Sequence[PromptLayout], call: Call) -> list[Generation]:
         """Answers of the engine, within the time limit.

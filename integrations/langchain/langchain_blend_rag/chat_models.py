@@ -229,16 +229,7 @@ class ChatBlend(BlendModel, BaseChatModel):
         )
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = LangSmithParams(
-            ls_provider="blend_rag",
-            ls_model_name=kwargs.get("model", self.model_name),
-            ls_model_type="chat",
-            ls_temperature=kwargs.get("temperature", self.temperature),
-            ls_max_tokens=kwargs.get("max_tokens", self.max_tokens),
-        )
-        if words := stop if stop is not None else self.stop:
-            params["ls_stop"] = words
-        return params
+        return self._tracing("chat", stop, kwargs)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of the prompt that these messages become, template and all."""

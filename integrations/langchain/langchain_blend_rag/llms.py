@@ -144,13 +144,4 @@ class BlendLLM(BlendModel, BaseLLM):
         return {**metadata_of(answer, self.model_name), "usage_metadata": dict(usage_of(answer))}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = LangSmithParams(
-            ls_provider="blend_rag",
-            ls_model_name=kwargs.get("model", self.model_name),
-            ls_model_type="llm",
-            ls_temperature=kwargs.get("temperature", self.temperature),
-            ls_max_tokens=kwargs.get("max_tokens", self.max_tokens),
-        )
-        if words := stop if stop is not None else self.stop:
-            params["ls_stop"] = words
-        return params
+        return self._tracing("llm", stop, kwargs)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from langchain_core.documents import Document
 
-from blend_rag import PromptBuilder, PromptLayout, SegmentKind, SegmentReport, WarmReport
+from blend_rag import PromptBuilder, PromptLayout, WarmReport
+from blend_rag.engines.base import chunks_with_kv
 from langchain_blend_rag.base import BlendModel
 from langchain_blend_rag.prompts import BlendPrompt
 
@@ -62,19 +63,14 @@ class Warmer:
         if not documents:
             return []
         layout = self._layout(documents)
-        return _reused(layout, self.llm.engine.lookup(layout))
+        return chunks_with_kv(layout, self.llm.engine.lookup(layout))
 
     async def ahave_kv(self, documents: Sequence[Document]) -> list[bool]:
         """Async twin of `have_kv`."""
         if not documents:
             return []
         layout = self._layout(documents)
-        return _reused(layout, await self.llm.engine.alookup(layout))
+        return chunks_with_kv(layout, await self.llm.engine.alookup(layout))
 
     def _layout(self, documents: Sequence[Document]) -> PromptLayout:
         return self.builder.build(question="?", passages=[self.prompt.passage(document) for document in documents])
-
-
-def _reused(layout: PromptLayout, found: Sequence[SegmentReport]) -> list[bool]:
-    pairs = zip(found, layout.segments, strict=True)
-    return [report.computed == 0 for report, segment in pairs if segment.kind is SegmentKind.CHUNK]

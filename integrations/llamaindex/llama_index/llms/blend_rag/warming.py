@@ -15,7 +15,8 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 
-from blend_rag import PromptLayout, SegmentKind, SegmentReport, WarmReport
+from blend_rag import PromptLayout, WarmReport
+from blend_rag.engines.base import chunks_with_kv
 from llama_index.llms.blend_rag.base import BlendLLM
 from llama_index.llms.blend_rag.synthesizer import BlendSynthesizer
 
@@ -74,14 +75,14 @@ class Warmer:
         if not nodes:
             return []
         layout = self._layout(nodes)
-        return _reused(layout, self.engine.lookup(layout))
+        return chunks_with_kv(layout, self.engine.lookup(layout))
 
     async def ahave_kv(self, nodes: Sequence[BaseNode]) -> list[bool]:
         """Async twin of `have_kv`."""
         if not nodes:
             return []
         layout = self._layout(nodes)
-        return _reused(layout, await self.engine.alookup(layout))
+        return chunks_with_kv(layout, await self.engine.alookup(layout))
 
     def _layout(self, nodes: Sequence[BaseNode]) -> PromptLayout:
         passages = [self.synthesizer.passage(node) for node in nodes]
@@ -91,11 +92,6 @@ class Warmer:
         """Count and log a warm-up that did not work; the nodes are stored, and computed when first used."""
         self.failures += 1
         logger.warning("nodes are stored, their KV is not (%s: %s)", type(error).__name__, error)
-
-
-def _reused(layout: PromptLayout, found: Sequence[SegmentReport]) -> list[bool]:
-    pairs = zip(found, layout.segments, strict=True)
-    return [report.computed == 0 for report, segment in pairs if segment.kind is SegmentKind.CHUNK]
 
 
 class WarmTransform(TransformComponent):
