@@ -99,10 +99,24 @@ def test_an_index_over_real_passages(make_llm: MakeLLM) -> None:
     assert warmer.failures == 0
     assert llm.engine.store.stats().chunks == 33
     engine = index.as_query_engine(llm=llm, response_synthesizer=synthesizer, similarity_top_k=5)
+    streaming = index.as_query_engine(
+        llm=llm,
+        response_synthesizer=BlendSynthesizer(llm, system_prompt=SYSTEM, streaming=True),
+        similarity_top_k=5,
+    )
     for question in ("What is an expression?", "What does assert do?"):
-        told = engine.query(question).metadata["blend_rag"]
-        assert reuse(told) == 1
-        assert told["blend_rag"]["misses"] == {}
+        response = engine.query(question)
+        streamed = streaming.query(question)
+        assert "".join(streamed.response_gen) == str(response) == str(asyncio.run(engine.aquery(question)))
+        for told in (response.metadata["blend_rag"], streamed.metadata["blend_rag"]):
+            assert reuse(told) == 1
+            assert told["blend_rag"]["misses"] == {}
+    chat = BlendContextChatEngine.from_defaults(
+        retriever=index.as_retriever(similarity_top_k=5), llm=llm, system_prompt=SYSTEM
+    )
+    chat.chat("What is an expression?")
+    [report] = note_reports(lambda: chat.chat("And what is a statement?"))
+    assert reuse({"blend_rag": report.as_dict()}) == 1
 
 
 def test_prompt_ids_are_those_of_the_core(
