@@ -42,3 +42,7 @@ class CorpusError(BlendRagError, ValueError):
 
 class StoreError(BlendRagError):
     """A KV store refuses an operation, for example because an object is larger than the store."""
+
+
+class ConnectorError(BlendRagError, ValueError):
+    """vLLM's configuration, or a request's parameters, cannot be blended."""

@@ -36,7 +36,7 @@ def split(text: str, separator: str = IN_BAND_SEPARATOR, glue: str = "") -> tupl
     Raises:
         PromptError: the separator cannot be told from text.
     """
-    _check(separator)
+    check_separator(separator)
     pieces = text.split(separator)
     if len(pieces) == 1:
         return (text,)
@@ -70,14 +70,19 @@ def _typed(pieces: list[str]) -> tuple[str | Passages, ...]:
 
 def _shift_escapes(text: str, separator: str, by: int) -> str:
     """Every run of joiners behind the first character of a separator, longer or shorter by `by`."""
-    _check(separator)
+    check_separator(separator)
     first, rest = re.escape(separator[0]), re.escape(separator[1:])
     least = "*" if by > 0 else "+"
     pattern = f"({first})({_JOINER}{least})(?={rest})"
     return re.sub(pattern, lambda match: match[1] + _JOINER * (len(match[2]) + by), text)
 
 
-def _check(separator: str) -> None:
+def check_separator(separator: str) -> None:
+    """Refuse a separator that cannot be told from text.
+
+    Raises:
+        PromptError: with what is wrong with it.
+    """
     if len(separator.strip()) < 3:
         msg = f"separator {separator!r} is too easily found in text: use one of at least three visible characters"
         raise PromptError(msg)

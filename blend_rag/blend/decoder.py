@@ -68,8 +68,12 @@ class Decoder(Protocol):
         """The model's own RoPE at `positions` [n]: cos and sin, each [n, head_dim] in float32, scaling included."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Next-token logits [rows, vocabulary] of last hidden states [rows, hidden], float32."""
+    def sum_over_ranks(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores summed over the ranks that each hold some of the heads; the same tensor where one rank holds all."""
+        ...
+
+    def from_first_rank(self, positions: torch.Tensor) -> torch.Tensor:
+        """What the first rank chose, [n], int64, on the CPU, so that all ranks compute the same tokens."""
         ...
 
 

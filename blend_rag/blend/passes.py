@@ -6,19 +6,22 @@ all other tokens are stored or hot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 
 from blend_rag.blend.attention import CausalRows, position_attention
-from blend_rag.blend.decoder import AttentionShape, Decoder, LayerInputs
+from blend_rag.blend.decoder import Decoder, LayerInputs, rotate
 from blend_rag.blend.plan import BlendPlan, HotKV
 from blend_rag.blend.probe import Probe
 from blend_rag.blend.prompt_kv import PromptKV
 from blend_rag.blend.selectors import make_selector
 from blend_rag.kv import ChunkKV
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,28 +39,64 @@ class BlendResult:
     recomputed: torch.Tensor
 
 
-def blend(decoder: Decoder, plans: Sequence[BlendPlan]) -> list[BlendResult]:
+BlendSteps = Generator[int, None, list[BlendResult]]
+"""A blend under way: advance it to compute more; it yields how many tokens went through the model, returns results."""
+
+
+def blend(decoder: Decoder, plans: Sequence[BlendPlan], max_rows: int | None = None) -> list[BlendResult]:
     """Blend several prompts in one packed recompute pass; they never see each other.
 
     Selection runs per prompt, then all prompts' question, unknown and selected tokens go through the model together.
+
+    Args:
+        decoder: the model.
+        plans: one per prompt.
+        max_rows: tokens that go through the model at once, which bounds memory; by default all.
+    """
+    return finish(blend_in_steps(decoder, plans, max_rows))
+
+
+def blend_in_steps(decoder: Decoder, plans: Sequence[BlendPlan], max_rows: int | None = None) -> BlendSteps:
+    """The same, stopping after each selection and each tile of `max_rows` tokens, so that others get their turn.
+
+    Tiles follow the order of positions, so no token needs the fresh KV of a later tile: the result is that of one pass.
     """
     prompts = [PromptKV(plan, decoder) for plan in plans]
-    selected = [select(decoder, plan, kv) for plan, kv in zip(plans, prompts, strict=True)]
+    selected = []
+    for plan, kv in zip(plans, prompts, strict=True):
+        selected.append(decoder.from_first_rank(select(decoder, plan, kv, max_rows)))
+        yield 1
     rows = [torch.cat([plan.computed, chosen]).sort().values for plan, chosen in zip(plans, selected, strict=True)]
-    hidden = _run_packed(decoder, prompts, rows)
-    ends = torch.tensor([len(run) for run in rows]).cumsum(0) - 1
+    last_hidden: dict[int, torch.Tensor] = {}
+    for tile in _tiles(rows, max_rows):
+        hidden = _run_packed(decoder, [(prompts[index], run) for index, run in tile.parts])
+        ends = torch.tensor([len(run) for _, run in tile.parts]).cumsum(0) - 1
+        for (index, _), end in zip(tile.parts, ends.tolist(), strict=True):
+            last_hidden[index] = hidden[end]
+        yield len(hidden)
     return [
-        BlendResult(hidden[end], kv, chosen) for end, kv, chosen in zip(ends.tolist(), prompts, selected, strict=True)
+        BlendResult(last_hidden[index], kv, chosen)
+        for index, (kv, chosen) in enumerate(zip(prompts, selected, strict=True))
     ]
 
 
-def select(decoder: Decoder, plan: BlendPlan, kv: PromptKV) -> torch.Tensor:
+def finish(steps: Generator[object, None, Result]) -> Result:
+    """Run something under way to its end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            result: Result = done.value
+            return result
+
+
+def select(decoder: Decoder, plan: BlendPlan, kv: PromptKV, max_rows: int | None = None) -> torch.Tensor:
     """Positions of the candidates to recompute, rising; exactly `plan.budget` of them."""
     if plan.budget == 0:
         return plan.candidates[:0]
     if plan.budget == len(plan.candidates):
         return plan.candidates
-    return make_selector(plan.policy).select(Probe(decoder, plan, kv), plan.budget)
+    return make_selector(plan.policy).select(Probe(decoder, plan, kv, max_rows), plan.budget)
 
 
 def continue_from(decoder: Decoder, kv: PromptKV, token_ids: Sequence[int]) -> torch.Tensor:
@@ -79,18 +118,74 @@ def continue_from(decoder: Decoder, kv: PromptKV, token_ids: Sequence[int]) -> t
 
 
 def compute_chunk_kv(
-    decoder: Decoder, chunks: Sequence[Sequence[int]], context: HotKV | None, dtype: torch.dtype
+    decoder: Decoder,
+    chunks: Sequence[Sequence[int]],
+    context: HotKV | None,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cpu",
+    max_rows: int | None = None,
 ) -> list[ChunkKV]:
     """Un-rotated KV of chunks, each computed alone or behind the same context and blind to the others.
 
     Args:
+        decoder: the model.
         chunks: token ids of each.
         context: exact KV of the context; None computes the chunks alone.
-        dtype: of the result, which lies on the CPU.
+        dtype: of the result.
+        device: of the result.
+        max_rows: tokens that go through the model at once, which bounds memory; by default all.
     """
+    size = max_rows or max(1, sum(map(len, chunks)))
+    found: list[ChunkKV] = []
+    batch: list[Sequence[int]] = []
+    for chunk in [*chunks, None]:
+        if batch and (chunk is None or sum(map(len, batch)) + len(chunk) > size):
+            found += [ChunkKV(kv.data.to(device, dtype)) for kv in _compute_batch(decoder, batch, context, size)]
+            batch = []
+        if chunk is not None:
+            batch.append(chunk)
+    return found
+
+
+def _compute_batch(
+    decoder: Decoder, chunks: Sequence[Sequence[int]], context: HotKV | None, size: int
+) -> list[ChunkKV]:
+    """KV of chunks that fit into one pass, or of one chunk piece by piece, each behind the pieces before it."""
+    if len(chunks) > 1 or len(chunks[0]) <= size:
+        return _compute_together(decoder, chunks, context)
+    [chunk] = chunks
+    pieces: list[ChunkKV] = []
+    for start in range(0, len(chunk), size):
+        if pieces:
+            context = _extend(decoder, context, pieces[-1])
+        pieces += _compute_together(decoder, [chunk[start : start + size]], context)
+    return [ChunkKV(torch.cat([piece.data for piece in pieces], dim=2))]
+
+
+def _extend(decoder: Decoder, context: HotKV | None, kv: ChunkKV) -> HotKV:
+    """Exact KV of a context and of the chunk that was computed behind it."""
+    length = context.length if context else 0
+    cos, sin = decoder.rotary(torch.arange(length, length + kv.num_tokens))
+    keys, values = [], []
+    for layer in range(decoder.shape.layers):
+        key, value = kv.data[layer].transpose(1, 2)  # each [kv_heads, tokens, head_dim]
+        rotated = torch.empty_like(key)
+        rotate(key, cos, sin, out=rotated)
+        keys.append(torch.cat([context.keys[layer][:, :length], rotated], dim=1) if context else rotated)
+        values.append(torch.cat([context.values[layer][:, :length], value], dim=1) if context else value)
+    return HotKV(length + kv.num_tokens, tuple(keys), tuple(values))
+
+
+def _compute_together(decoder: Decoder, chunks: Sequence[Sequence[int]], context: HotKV | None) -> list[ChunkKV]:
+    """KV of chunks in one pass, in the model's dtype, where the model runs."""
     length = context.length if context else 0
     sizes = [len(chunk) for chunk in chunks]
-    store = [_empty_chunk(decoder.shape, size, dtype) for size in sizes]
+    shape = decoder.shape
+    store = [
+        torch.empty(shape.layers, 2, size, shape.kv_heads, shape.head_dim, dtype=decoder.dtype, device=decoder.device)
+        for size in sizes
+    ]
     rows = {size: _chunk_rows(length, size, decoder.device) for size in set(sizes)}
 
     def attend(inputs: LayerInputs) -> torch.Tensor:
@@ -112,21 +207,43 @@ def compute_chunk_kv(
     return [ChunkKV(data) for data in store]
 
 
-def _run_packed(decoder: Decoder, prompts: Sequence[PromptKV], rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Run the given rows of every prompt through the whole model; hidden states of all rows, packed."""
-    causal = [
-        CausalRows.of(run, torch.arange(len(kv.plan)), decoder.device) for kv, run in zip(prompts, rows, strict=True)
-    ]
-    parts = _split([len(run) for run in rows])
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Rows that go through the model together, by prompt."""
+
+    parts: list[tuple[int, torch.Tensor]]
+
+
+def _tiles(rows: Sequence[torch.Tensor], max_rows: int | None) -> Iterator[_Tile]:
+    """All rows in tiles, prompt after prompt, each prompt's in rising order."""
+    size = max_rows or max(1, sum(map(len, rows)))
+    parts: list[tuple[int, torch.Tensor]] = []
+    filled = 0
+    for index, run in enumerate(rows):
+        while len(run):
+            part, run = run[: size - filled], run[size - filled :]
+            parts.append((index, part))
+            filled += len(part)
+            if filled == size:
+                yield _Tile(parts)
+                filled, parts = 0, []
+    if parts:
+        yield _Tile(parts)
+
+
+def _run_packed(decoder: Decoder, parts: Sequence[tuple[PromptKV, torch.Tensor]]) -> torch.Tensor:
+    """Run the given rows of prompts through the whole model; hidden states of all rows, packed."""
+    causal = [CausalRows.of(run, torch.arange(len(kv.plan)), decoder.device) for kv, run in parts]
+    slices = _split([len(run) for _, run in parts])
 
     def attend(inputs: LayerInputs) -> torch.Tensor:
         out = torch.empty_like(inputs.query)
-        for kv, part, who in zip(prompts, parts, causal, strict=True):
+        for (kv, _), part, who in zip(parts, slices, causal, strict=True):
             out[part] = kv.attend(inputs.layer, who, inputs.query[part], (inputs.key[part], inputs.value[part]))
         return out
 
-    token_ids = torch.cat([kv.plan.token_ids[run] for kv, run in zip(prompts, rows, strict=True)])
-    return _hidden(decoder.forward(token_ids, torch.cat(list(rows)), attend))
+    token_ids = torch.cat([kv.plan.token_ids[run] for kv, run in parts])
+    return _hidden(decoder.forward(token_ids, torch.cat([run for _, run in parts]), attend))
 
 
 def _hidden(states: torch.Tensor | None) -> torch.Tensor:
@@ -137,10 +254,6 @@ def _hidden(states: torch.Tensor | None) -> torch.Tensor:
 def _split(sizes: Sequence[int]) -> list[slice]:
     ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
     return [slice(start, end) for start, end in pairwise(ends)]
-
-
-def _empty_chunk(shape: AttentionShape, size: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape.layers, 2, size, shape.kv_heads, shape.head_dim, dtype=dtype)
 
 
 def _chunk_rows(length: int, size: int, device: torch.device) -> CausalRows:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from blend_rag.blend.attention import CausalRows, attention_mass, position_attention
-from blend_rag.blend.decoder import Decoder, LayerInputs
+from blend_rag.blend.decoder import Attend, Decoder, LayerInputs
 from blend_rag.blend.plan import BlendPlan
 from blend_rag.blend.prompt_kv import PromptKV
 from blend_rag.errors import PolicyError
@@ -27,11 +27,15 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Score passes over one prompt. Positions in and out are those of the prompt."""
+    """Score passes over one prompt. Positions in and out are those of the prompt.
+
+    `max_rows` bounds the tokens that go through the model at once; None does not.
+    """
 
     decoder: Decoder
     plan: BlendPlan
     kv: PromptKV
+    max_rows: int | None = None
 
     def deviation(self, layer: int, candidates: torch.Tensor) -> Deviation:
         """Deviation of `candidates` at `layer`, after computing them (and all computed tokens) up to it.
@@ -44,18 +48,28 @@ class Probe:
         if layer >= self.decoder.shape.layers:
             msg = f"check layer {layer} does not exist: choose 1 to {self.decoder.shape.layers - 1} for this model"
             raise PolicyError(msg)
-        found: list[Deviation] = []
         rows = torch.cat([self.plan.computed, candidates]).sort().values
-        asked = torch.searchsorted(rows, candidates)
+        found: list[Deviation] = []
 
+        for tile in torch.split(rows, self.max_rows or max(1, len(rows))):
+            asked = torch.isin(tile, candidates)
+            who = CausalRows.of(tile, torch.arange(len(self.plan)), self.decoder.device)
+            self.decoder.forward(
+                self.plan.token_ids[tile], tile, self._deviating(layer, who, tile, asked, found), stop_after=layer
+            )
+        return Deviation(torch.cat([part.key for part in found]), torch.cat([part.value for part in found]))
+
+    def _deviating(
+        self, layer: int, who: CausalRows, rows: torch.Tensor, asked: torch.Tensor, found: list[Deviation]
+    ) -> Attend:
         def attend(inputs: LayerInputs) -> torch.Tensor:
-            if inputs.layer == layer:
-                found.append(self._deviation(inputs, asked, candidates))
-            return self.kv.attend(inputs.layer, who, inputs.query, (inputs.key, inputs.value))
+            if inputs.layer < layer:
+                return self.kv.attend(inputs.layer, who, inputs.query, (inputs.key, inputs.value))
+            found.append(self._deviation(inputs, asked.nonzero()[:, 0], rows[asked]))
+            self.kv.write(layer, who.positions, inputs.key, inputs.value)
+            return inputs.query  # the pass stops here
 
-        who = CausalRows.of(rows, torch.arange(len(self.plan)), self.decoder.device)
-        self.decoder.forward(self.plan.token_ids[rows], rows, attend, stop_after=layer)
-        return found[0]
+        return attend
 
     def guidance(self, first_layer: int = 0, last_layer: int | None = None) -> torch.Tensor:
         """Attention mass the question's tokens give to each candidate, summed over layers, heads and tokens.
@@ -91,7 +105,7 @@ class Probe:
             return position_attention(inputs.query, keys, values, who, self.decoder.shape.scale)
 
         self.decoder.forward(token_ids, rows, attend, stop_after=last)
-        return mass.cpu()
+        return self.decoder.sum_over_ranks(mass).cpu()
 
     def truth(self, score: Callable[[Deviation, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Sum over layers of `score(deviation, question's attention mass)` under full prefill, [candidates].
@@ -106,7 +120,8 @@ class Probe:
 
         def attend(inputs: LayerInputs) -> torch.Tensor:
             keys, values = inputs.key.transpose(0, 1), inputs.value.transpose(0, 1)
-            mass = attention_mass(inputs.query[plan.guidance], keys, askers, self.decoder.shape.scale).cpu()
+            seen = attention_mass(inputs.query[plan.guidance], keys, askers, self.decoder.shape.scale)
+            mass = self.decoder.sum_over_ranks(seen).cpu()
             deviation = self._deviation(inputs, plan.candidates, plan.candidates)
             total.add_(score(deviation, mass[plan.candidates]))
             return position_attention(inputs.query, keys, values, who, self.decoder.shape.scale)
@@ -126,15 +141,16 @@ class Probe:
 
     def _deviation(self, inputs: LayerInputs, rows: torch.Tensor, positions: torch.Tensor) -> Deviation:
         """Compare un-rotated K and V of `rows` of a pass with what is stored for `positions`."""
-        stored = self._stored(inputs.layer, positions)
-        fresh = torch.stack([inputs.key_unrotated[rows], inputs.value[rows]]).float().cpu()
-        distance = (fresh - stored).flatten(2).norm(dim=-1)
+        rows = rows.to(inputs.value.device)
+        fresh = torch.stack([inputs.key_unrotated[rows], inputs.value[rows]]).float()
+        squares = (fresh - self._stored(inputs.layer, positions)).square().flatten(2).sum(-1)  # [2, positions]
+        distance = self.decoder.sum_over_ranks(squares).sqrt().cpu()
         return Deviation(distance[0], distance[1])
 
     def _stored(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
-        """Stored un-rotated K and V at `positions`, [2, positions, kv_heads, head_dim], float32, on the CPU."""
-        shape = self.decoder.shape
-        found = torch.zeros(2, len(self.plan), shape.kv_heads, shape.head_dim)
+        """Stored un-rotated K and V at `positions`, [2, positions, kv_heads, head_dim], float32."""
+        shape, device = self.decoder.shape, self.decoder.device
+        found = torch.zeros(2, len(self.plan), shape.kv_heads, shape.head_dim, device=device)
         for span in self.plan.spans:
-            found[:, span.start : span.end] = span.kv.data[layer, :, span.skip :].float().cpu()
-        return found[:, positions]
+            found[:, span.start : span.end] = span.kv.data[layer, :, span.skip :].to(device, non_blocking=True)
+        return found[:, positions.to(device)]

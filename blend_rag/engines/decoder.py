@@ -136,9 +136,17 @@ class TransformersDecoder:
         cos, sin = self._body.rotary_emb(like, position_ids=positions.to(self.device)[None])
         return cos[0], sin[0]
 
+    def sum_over_ranks(self, scores: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.sum_over_ranks`; one device holds all heads here."""
+        return scores
+
+    def from_first_rank(self, positions: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.from_first_rank`."""
+        return positions
+
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Decoder.logits`."""
+        """Next-token logits [rows, vocabulary] of last hidden states [rows, hidden], float32."""
         logits: torch.Tensor = self.model.get_output_embeddings()(hidden.to(self.dtype))
         return logits.float()
 

@@ -1,0 +1,193 @@
+"""The scheduler's half: which requests are blended, and under which hashes their pages are cached."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from blend_rag.errors import ConnectorError
+from blend_rag.vllm.messages import ANY_PAGE, Job, Report, StepNews, StepOrders
+from blend_rag.vllm.metrics import BlendStats
+from blend_rag.vllm.request import BlendRequest, RequestParser, namespace_salt
+from blend_rag.vllm.settings import BlendSettings
+
+logger = logging.getLogger(__name__)
+
+_BYPASSES = {
+    "prompt_logprobs": "asks for log-probabilities of the prompt",
+    "lora": "uses a LoRA adapter",
+    "embeds": "is given as embeddings",
+    "multimodal": "holds images or other media",
+    "cache off": "skips cached prefixes",
+}
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request that may be blended."""
+
+    request: BlendRequest
+    salt: bytes
+    failed: bool = False
+    report: Report = field(default_factory=dict)
+
+
+class BlendScheduler:
+    """Keeps track of requests between arrival and end.
+
+    Args:
+        settings: the server's.
+        parser: finds segments.
+        block_size: tokens of a page.
+        caches_prefixes: vLLM's prefix cache is on.
+    """
+
+    def __init__(self, settings: BlendSettings, parser: RequestParser, block_size: int, caches_prefixes: bool) -> None:
+        self._settings = settings
+        self._parser = parser
+        self._block_size = block_size
+        self._caches_prefixes = caches_prefixes
+        self._tracked: dict[str, _Tracked] = {}
+        self._under_way: dict[bytes, str] = {}  # salt of a blend to the request that waits for it
+        self._jobs: list[Job] = []
+        self._gone: set[str] = set()
+        self._told: set[str] = set()
+        self._unfinished = False
+        self.stats = BlendStats()
+
+    def on_new_request(self, request: Any) -> None:
+        """Parse a request, and salt the hashes of every page whose KV may be approximate."""
+        params = request.kv_transfer_params
+        if self._settings.namespace:
+            _salt(request.block_hashes, 0, namespace_salt(self._settings.namespace))
+        blend = self._parse(request, params)
+        if blend is None:
+            return
+        tracked = _Tracked(blend, blend.salt())
+        self._tracked[request.request_id] = tracked
+        _salt(request.block_hashes, blend.first_chunk // self._block_size, tracked.salt)
+
+    def _parse(self, request: Any, params: Mapping[str, Any] | None) -> BlendRequest | None:
+        obstacle = _obstacle(request)
+        try:
+            if params is not None and not isinstance(params, Mapping):
+                raise ConnectorError("kv_transfer_params is no object")
+            if obstacle:
+                if params:
+                    self.stats.count_request("bypassed")
+                    self._say_once(f"a request {_BYPASSES[obstacle]}: it runs as plain prefill")
+                return None
+            blend = self._parser.parse(request.prompt_token_ids, params)
+        except ConnectorError as error:
+            self.stats.count_request("refused")
+            self._say_once(f"parameters of a request are refused ({error}): it runs as plain prefill")
+            return None
+        if blend and blend.blend_tokens < 1:
+            return None
+        return blend
+
+    def matched_tokens(self, request: Any, cached_tokens: int) -> tuple[int | None, bool]:
+        """Tokens the blend will supply beyond those vLLM's cache holds; None to be asked again later."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.failed or getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        blend = tracked.request
+        if cached_tokens >= blend.chunks_end and not blend.warm:  # an identical blend is cached; what is left is exact
+            tracked.report = {"cached_tokens": cached_tokens, "prompt_tokens": len(blend.layout)}
+            return 0, False
+        if cached_tokens >= blend.blend_tokens:
+            return 0, False
+        if self._caches_prefixes and self._under_way.get(tracked.salt, request.request_id) != request.request_id:
+            return None, False  # the same blend is under way: wait and share its pages
+        return blend.blend_tokens - cached_tokens, True
+
+    def after_alloc(self, request: Any, block_ids: tuple[list[int], ...], external_tokens: int) -> None:
+        """Pages are there: the worker can begin."""
+        if external_tokens <= 0:
+            return
+        tracked = self._tracked[request.request_id]
+        blend = tracked.request
+        pages = -(-blend.blend_tokens // self._block_size)
+        self._under_way[tracked.salt] = request.request_id
+        self._jobs.append(
+            Job(request.request_id, blend, tuple(block_ids[0][:pages]), blend.blend_tokens - external_tokens)
+        )
+
+    def orders(self, scheduler_output: Any) -> StepOrders:
+        """What the workers are told for this step."""
+        jobs, self._jobs = self._jobs, []
+        gone = set(scheduler_output.finished_req_ids)
+        return StepOrders(jobs, gone, _pages_filled(scheduler_output, self._block_size) if jobs else set())
+
+    def hear(self, news: StepNews) -> None:
+        """Take what the workers report."""
+        self._unfinished = news.unfinished
+        for request_id, report in news.reports.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            tracked.report = report
+            tracked.failed = "error" in report
+            self._forget_under_way(request_id, tracked)
+
+    def finished(self, request: Any) -> Report | None:
+        """Forget a request; what its answer is told."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return None
+        self._forget_under_way(request.request_id, tracked)
+        self._jobs = [job for job in self._jobs if job.request_id != request.request_id]
+        return {"blend_rag": tracked.report} if tracked.report else None
+
+    @property
+    def has_unfinished_work(self) -> bool:
+        """Whether workers still compute or store chunk KV that no request waits for."""
+        return self._unfinished
+
+    def _forget_under_way(self, request_id: str, tracked: _Tracked) -> None:
+        if self._under_way.get(tracked.salt) == request_id:
+            del self._under_way[tracked.salt]
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._told and len(self._told) < 1000:
+            self._told.add(message)
+            logger.warning("%s", message)
+
+
+def _obstacle(request: Any) -> str | None:
+    """Why a request must not be blended."""
+    sampling = request.sampling_params
+    if sampling is None or sampling.prompt_logprobs is not None:
+        return "prompt_logprobs"
+    checks = {
+        "lora": request.lora_request is not None,
+        "embeds": request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None,
+        "multimodal": bool(request.mm_features),
+        "cache off": bool(getattr(request, "skip_reading_prefix_cache", False)),
+    }
+    return next((name for name, holds in checks.items() if holds), None)
+
+
+def _salt(block_hashes: list[Any], start: int, salt: bytes) -> None:
+    """Give every block hash from `start` on another value; hashes added later chain on them."""
+    for index in range(start, len(block_hashes)):
+        digest = hashlib.sha256(salt + block_hashes[index]).digest()
+        block_hashes[index] = type(block_hashes[index])(digest)
+
+
+def _pages_filled(scheduler_output: Any, block_size: int) -> set[int]:
+    """Pages that some request's own tokens are written to in this step."""
+    filled: set[int] = set()
+    scheduled = scheduler_output.num_scheduled_tokens
+    for new in scheduler_output.scheduled_new_reqs:
+        start = new.num_computed_tokens
+        filled.update(new.block_ids[0][start // block_size : -(-(start + scheduled[new.req_id]) // block_size)])
+    for index, request_id in enumerate(scheduler_output.scheduled_cached_reqs.req_ids):
+        if scheduled.get(request_id, 0) > 1:  # its pages are not told again: take all its steps to be in the way
+            filled.add(ANY_PAGE)
+        new_blocks = scheduler_output.scheduled_cached_reqs.new_block_ids[index]
+        filled.update(new_blocks[0] if new_blocks else ())
+    return filled
