@@ -9,12 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 _CPU_BLOCK = 64  # rows; small blocks skip more keys, measured best at 1k to 8k keys on AVX2
 _CUDA_BLOCK = 512
+
+
+@cache
+def gpu_kernels() -> ModuleType | None:
+    """Triton kernels, or None where there is no Triton: plain torch does the same, slower."""
+    try:
+        return import_module("blend_rag.blend.kernels")
+    except ImportError:
+        return None
+
+
+def fitting_kernels(head_dim: int) -> ModuleType | None:
+    """The kernels if they can do heads of this size: powers of two from 16 on."""
+    return gpu_kernels() if head_dim >= 16 and head_dim & (head_dim - 1) == 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +52,14 @@ class CausalRows:
         key_positions: of the keys, [keys], rising.
         blocks: rows in groups that share a bound.
         triangular: rows and keys are the same tokens, so a kernel's own causal flag is exact.
+        limits: how many leading keys each row sees, [rows], int32.
     """
 
     positions: torch.Tensor
     key_positions: torch.Tensor
     blocks: tuple[RowBlock, ...]
     triangular: bool
+    limits: torch.Tensor
 
     @classmethod
     def of(cls, positions: torch.Tensor, key_positions: torch.Tensor, device: torch.device) -> CausalRows:
@@ -49,12 +68,13 @@ class CausalRows:
         rows = len(positions)
         lasts = positions[torch.arange(size - 1, rows + size - 1, size).clamp_(max=rows - 1)] if rows else positions
         bounds = torch.searchsorted(key_positions, lasts, right=True).tolist()
+        limits = torch.searchsorted(key_positions, positions, right=True, out_int32=True)
         starts = range(0, rows, size)
         blocks = tuple(
             RowBlock(start, min(start + size, rows), bound) for start, bound in zip(starts, bounds, strict=True)
         )
         triangular = rows == len(key_positions) and torch.equal(positions, key_positions)
-        return cls(positions.to(device), key_positions.to(device), blocks, triangular)
+        return cls(positions.to(device), key_positions.to(device), blocks, triangular, limits.to(device))
 
     def masks(self) -> Iterator[tuple[RowBlock, torch.Tensor]]:
         """Each block with its boolean mask [rows, keys], True where a row may look."""
@@ -77,6 +97,9 @@ def position_attention(
     Returns:
         [rows, heads, head_dim].
     """
+    if query.is_cuda and len(query) and (kernels := fitting_kernels(query.shape[-1])):
+        out: torch.Tensor = kernels.limited_attention(query, keys, values, rows.limits, scale)
+        return out
     query = query.transpose(0, 1)[None]  # [1, heads, rows, head_dim]
     keys, values = keys[None], values[None]
     if query.device.type != "cpu":  # masked attention with grouped heads has no fused CUDA kernel

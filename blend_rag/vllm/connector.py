@@ -68,6 +68,11 @@ class BlendConnector(KVConnectorBase_V1):
 
     # Worker
 
+    @property
+    def worker(self) -> BlendWorker | None:
+        """What blends on this rank, once pages are registered."""
+        return self._worker
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Pages are there: get ready, and prove that blending is right."""
         self._worker = BlendWorker(self._settings, self._vllm_config, self._block_size, _served_model())

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -119,6 +120,15 @@ class WorkerTiers:
         """This rank's heads, in pinned memory where a GPU will read them."""
         own = self._decoder.own_heads(data)
         return ChunkKV(own.contiguous().pin_memory() if self._on_gpu else own.contiguous())
+
+    @contextmanager
+    def without_gpu(self) -> Iterator[None]:
+        """Leave the GPU tier out for a while, to measure what host memory gives."""
+        gpu, self._gpu = self._gpu, None
+        try:
+            yield
+        finally:
+            self._gpu = gpu
 
     def in_memory(self, query: Query) -> bool:
         """Whether a tier in memory holds a chunk."""

@@ -1,0 +1,148 @@
+"""Triton kernels of the blend for GPUs: attention with a bound per row, and stored KV turned and put in its place.
+
+Imported only where Triton is; the same is written in plain torch beside each use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _attention_kernel(
+    query, keys, values, limits, out,
+    rows, scale,
+    query_row, query_head, key_head, key_token, value_head, value_token, out_row, out_head,
+    GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block, head = tl.program_id(0), tl.program_id(1)
+    row = block * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    is_row = row < rows
+    limit = tl.load(limits + row, mask=is_row, other=0)
+    least = tl.load(limits + block * ROWS)
+    most = tl.load(limits + tl.minimum(block * ROWS + ROWS, rows) - 1)
+    q = tl.load(query + row[:, None] * query_row + head * query_head + dim[None, :], mask=is_row[:, None], other=0.0)
+    key_base = keys + (head // GROUP) * key_head + dim[:, None]
+    value_base = values + (head // GROUP) * value_head + dim[None, :]
+    total = tl.zeros([ROWS, DIM], tl.float32)
+    peak = tl.full([ROWS], -1e30, tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    unmasked = (least // KEYS) * KEYS
+    for start in range(0, unmasked, KEYS):
+        at = start + tl.arange(0, KEYS)
+        k = tl.load(key_base + at[None, :] * key_token)
+        score = tl.dot(q, k, input_precision=PRECISION) * scale
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        p = tl.exp2(score - new_peak[:, None])
+        shrink = tl.exp2(peak - new_peak)
+        mass = mass * shrink + tl.sum(p, 1)
+        v = tl.load(value_base + at[:, None] * value_token)
+        total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        peak = new_peak
+    for start in range(unmasked, most, KEYS):
+        at = start + tl.arange(0, KEYS)
+        is_key = at < most
+        k = tl.load(key_base + at[None, :] * key_token, mask=is_key[None, :], other=0.0)
+        score = tl.dot(q, k, input_precision=PRECISION) * scale
+        score = tl.where(at[None, :] < limit[:, None], score, -1e30)
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        p = tl.where(at[None, :] < limit[:, None], tl.exp2(score - new_peak[:, None]), 0.0)
+        shrink = tl.exp2(peak - new_peak)
+        mass = mass * shrink + tl.sum(p, 1)
+        v = tl.load(value_base + at[:, None] * value_token, mask=is_key[:, None], other=0.0)
+        total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        peak = new_peak
+    result = total / tl.maximum(mass, 1e-30)[:, None]
+    place = out + row[:, None] * out_row + head * out_head + dim[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=is_row[:, None])
+
+
+def limited_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, limits: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Softmax attention in which row i sees keys [0, limits[i]). Blocks of keys beyond a block's limit are not read.
+
+    Args:
+        query: [rows, heads, head_dim], the last axis contiguous.
+        keys, values: [kv_heads, keys, head_dim], the last axis contiguous.
+        limits: [rows], int32, rising, each at least 1.
+        scale: multiplies query-key products.
+
+    Returns:
+        [rows, heads, head_dim].
+    """
+    rows, heads, dim = query.shape
+    out = torch.empty(rows, heads, dim, dtype=query.dtype, device=query.device)
+    row_block, key_block, warps, stages = (128, 64, 8, 3) if query.dtype.itemsize == 2 else (32, 32, 4, 2)
+    if rows <= 64 and query.dtype.itemsize == 2:
+        row_block, warps = (64, 4) if rows > 16 else (16, 4)
+    _attention_kernel[(triton.cdiv(rows, row_block), heads)](
+        query, keys, values, limits, out,
+        rows, scale * _LOG2_E,
+        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        out.stride(0), out.stride(1),
+        GROUP=heads // keys.shape[0], DIM=dim, ROWS=row_block, KEYS=key_block,
+        PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _place_kernel(
+    stored, cos, sin, positions, keys, values,
+    tokens, stored_side, stored_token, key_head, value_head,
+    HALF: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    half = tl.arange(0, HALF)
+    is_token = (token < tokens)[:, None]
+    position = tl.load(positions + token, mask=token < tokens, other=0)
+    angle = token[:, None] * (2 * HALF) + half[None, :]
+    c = tl.load(cos + angle, mask=is_token, other=0.0)
+    s = tl.load(sin + angle, mask=is_token, other=0.0)
+    source = stored + token[:, None] * stored_token + head * (2 * HALF) + half[None, :]
+    first = tl.load(source, mask=is_token, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=is_token, other=0.0).to(tl.float32)
+    place = keys + head * key_head + position[:, None] * (2 * HALF) + half[None, :]
+    tl.store(place, (first * c - second * s).to(keys.dtype.element_ty), mask=is_token)
+    tl.store(place + HALF, (second * c + first * s).to(keys.dtype.element_ty), mask=is_token)
+    place = values + head * value_head + position[:, None] * (2 * HALF) + half[None, :]
+    v = tl.load(source + stored_side, mask=is_token, other=0.0)
+    tl.store(place, v.to(values.dtype.element_ty), mask=is_token)
+    v = tl.load(source + stored_side + HALF, mask=is_token, other=0.0)
+    tl.store(place + HALF, v.to(values.dtype.element_ty), mask=is_token)
+
+
+def place_stored(
+    stored: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Rotate stored K in float32 and put K and V to their positions.
+
+    Args:
+        stored: un-rotated K and V, [2, tokens, kv_heads, head_dim], contiguous.
+        cos, sin: [tokens, head_dim], float32, contiguous.
+        positions: where each token goes, [tokens].
+        keys, values: [kv_heads, prompt tokens, head_dim], contiguous; written.
+    """
+    _, tokens, heads, dim = stored.shape
+    block = 16
+    grid: Any = (triton.cdiv(tokens, block), heads)
+    _place_kernel[grid](
+        stored, cos, sin, positions, keys, values,
+        tokens, stored.stride(0), stored.stride(1), keys.stride(0), values.stride(0),
+        HALF=dim // 2, TOKENS=block, num_warps=4,
+    )  # fmt: skip
