@@ -67,8 +67,12 @@ class CausalRows:
         size = _CPU_BLOCK if device.type == "cpu" else _CUDA_BLOCK
         rows = len(positions)
         lasts = positions[torch.arange(size - 1, rows + size - 1, size).clamp_(max=rows - 1)] if rows else positions
-        bounds = torch.searchsorted(key_positions, lasts, right=True).tolist()
-        limits = torch.searchsorted(key_positions, positions, right=True, out_int32=True)
+        if rows and int(key_positions[0]) == 0 and int(key_positions[-1]) == len(key_positions) - 1:
+            bounds, limits = (lasts + 1).clamp_(max=len(key_positions)).tolist(), positions + 1  # keys are 0, 1, 2, ...
+            limits = limits.clamp_(max=len(key_positions)).int()
+        else:
+            bounds = torch.searchsorted(key_positions, lasts, right=True).tolist()
+            limits = torch.searchsorted(key_positions, positions, right=True, out_int32=True)
         starts = range(0, rows, size)
         blocks = tuple(
             RowBlock(start, min(start + size, rows), bound) for start, bound in zip(starts, bounds, strict=True)

@@ -33,14 +33,20 @@ class LayerInputs:
         query: rotated, [rows, heads, head_dim].
         key: rotated, [rows, kv_heads, head_dim].
         value: [rows, kv_heads, head_dim].
-        key_unrotated: K before RoPE and after QK-norm, [rows, kv_heads, head_dim].
+        key_unrotated: K before RoPE and after QK-norm, [rows, kv_heads, head_dim]; may be left out of a forward that
+            was not asked for it.
     """
 
     layer: int
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    key_unrotated: torch.Tensor
+    key_unrotated: torch.Tensor | None = None
+
+    def unrotated(self) -> torch.Tensor:
+        """`key_unrotated` of a forward that was asked for it."""
+        assert self.key_unrotated is not None, "this forward was not asked for K before RoPE"
+        return self.key_unrotated
 
 
 Attend = Callable[[LayerInputs], torch.Tensor]
@@ -55,9 +61,14 @@ class Decoder(Protocol):
     dtype: torch.dtype
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, stop_after: int | None = None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        stop_after: int | None = None,
+        unrotated: bool = False,
     ) -> torch.Tensor | None:
-        """Run `token_ids` [rows] at `positions` [rows] through the model.
+        """Run `token_ids` [rows] at `positions` [rows] through the model; `unrotated` asks for K before RoPE too.
 
         Returns the normed last hidden states [rows, hidden]; with `stop_after`, None as soon as `attend` has been
         called for that layer (its result is not used, nothing behind it runs).

@@ -192,7 +192,7 @@ def _compute_together(decoder: Decoder, chunks: Sequence[Sequence[int]], context
         out = torch.empty_like(inputs.query)
         for data, part in zip(store, _split(sizes), strict=True):
             keys, values = inputs.key[part].transpose(0, 1), inputs.value[part].transpose(0, 1)
-            data[inputs.layer, 0].copy_(inputs.key_unrotated[part])
+            data[inputs.layer, 0].copy_(inputs.unrotated()[part])
             data[inputs.layer, 1].copy_(inputs.value[part])
             if context:
                 keys = torch.cat([context.keys[inputs.layer][:, :length], keys], dim=1)
@@ -203,7 +203,7 @@ def _compute_together(decoder: Decoder, chunks: Sequence[Sequence[int]], context
 
     token_ids = torch.tensor([token_id for chunk in chunks for token_id in chunk])
     positions = torch.cat([torch.arange(length, length + size) for size in sizes])
-    decoder.forward(token_ids, positions, attend, stop_after=decoder.shape.layers - 1)
+    decoder.forward(token_ids, positions, attend, stop_after=decoder.shape.layers - 1, unrotated=True)
     return [ChunkKV(data) for data in store]
 
 
@@ -237,6 +237,8 @@ def _run_packed(decoder: Decoder, parts: Sequence[tuple[PromptKV, torch.Tensor]]
     slices = _split([len(run) for _, run in parts])
 
     def attend(inputs: LayerInputs) -> torch.Tensor:
+        if len(parts) == 1:
+            return parts[0][0].attend(inputs.layer, causal[0], inputs.query, (inputs.key, inputs.value))
         out = torch.empty_like(inputs.query)
         for (kv, _), part, who in zip(parts, slices, causal, strict=True):
             out[part] = kv.attend(inputs.layer, who, inputs.query[part], (inputs.key[part], inputs.value[part]))

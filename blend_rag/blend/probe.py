@@ -55,7 +55,11 @@ class Probe:
             asked = torch.isin(tile, candidates)
             who = CausalRows.of(tile, torch.arange(len(self.plan)), self.decoder.device)
             self.decoder.forward(
-                self.plan.token_ids[tile], tile, self._deviating(layer, who, tile, asked, found), stop_after=layer
+                self.plan.token_ids[tile],
+                tile,
+                self._deviating(layer, who, tile, asked, found),
+                stop_after=layer,
+                unrotated=True,
             )
         return Deviation(torch.cat([part.key for part in found]), torch.cat([part.value for part in found]))
 
@@ -126,7 +130,7 @@ class Probe:
             total.add_(score(deviation, mass[plan.candidates]))
             return position_attention(inputs.query, keys, values, who, self.decoder.shape.scale)
 
-        self.decoder.forward(plan.token_ids, rows, attend, stop_after=self.decoder.shape.layers - 1)
+        self.decoder.forward(plan.token_ids, rows, attend, stop_after=self.decoder.shape.layers - 1, unrotated=True)
         return total
 
     def _with_echo(self, inputs: LayerInputs, seen: torch.Tensor, real: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +146,7 @@ class Probe:
     def _deviation(self, inputs: LayerInputs, rows: torch.Tensor, positions: torch.Tensor) -> Deviation:
         """Compare un-rotated K and V of `rows` of a pass with what is stored for `positions`."""
         rows = rows.to(inputs.value.device)
-        fresh = torch.stack([inputs.key_unrotated[rows], inputs.value[rows]]).float()
+        fresh = torch.stack([inputs.unrotated()[rows], inputs.value[rows]]).float()
         squares = (fresh - self._stored(inputs.layer, positions)).square().flatten(2).sum(-1)  # [2, positions]
         distance = self.decoder.sum_over_ranks(squares).sqrt().cpu()
         return Deviation(distance[0], distance[1])

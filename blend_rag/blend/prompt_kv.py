@@ -44,8 +44,8 @@ class PromptKV:
     def write(self, index: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put fresh K and V [rows, kv_heads, head_dim] over the positions `rows` of one layer."""
         keys, values = self.layer(index)
-        keys[:, rows] = key.transpose(0, 1)
-        values[:, rows] = value.transpose(0, 1)
+        keys.index_copy_(1, rows, key.transpose(0, 1))
+        values.index_copy_(1, rows, value.transpose(0, 1))
 
     def attend(self, index: int, rows: CausalRows, query: torch.Tensor, fresh: Fresh) -> torch.Tensor:
         """Write fresh K and V of `rows` and let their queries look at the whole prompt: [rows, heads, head_dim]."""

@@ -112,7 +112,12 @@ class TransformersDecoder:
 
     @torch.no_grad()
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, stop_after: int | None = None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        stop_after: int | None = None,
+        unrotated: bool = False,
     ) -> torch.Tensor | None:
         """See `Decoder.forward`."""
         token = _current.set(_Call(self, positions, attend, stop_after))

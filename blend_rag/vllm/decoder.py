@@ -96,14 +96,20 @@ class VLLMDecoder:
         self._key_unrotated: torch.Tensor | None = None
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, stop_after: int | None = None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        stop_after: int | None = None,
+        unrotated: bool = False,
     ) -> torch.Tensor | None:
-        """See `Decoder.forward`."""
-        with self._swap(attend, stop_after):
+        """See `Decoder.forward`. Compiled code is used where vLLM has compiled the model, unless K is asked for."""
+        with self._swap(attend, stop_after, unrotated):
             try:
                 hidden: torch.Tensor = self._model(
-                    input_ids=token_ids.to(self.device, non_blocking=True),
-                    positions=positions.to(self.device, non_blocking=True),
+                    # compiled code checks no dtypes: these are those that vLLM compiled it for
+                    input_ids=token_ids.to(self.device, torch.int32, non_blocking=True),
+                    positions=positions.to(self.device, torch.int64, non_blocking=True),
                     intermediate_tensors=None,
                     inputs_embeds=None,
                 )
@@ -114,26 +120,26 @@ class VLLMDecoder:
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attention of one layer of a swapped forward: [rows, heads, head_dim]."""
         assert self._attend is not None
-        assert self._key_unrotated is not None
         shape, rows = self.shape, len(query)
+        kept, self._key_unrotated = self._key_unrotated, None
         inputs = LayerInputs(
             layer,
             query.view(rows, shape.heads, shape.head_dim),
             key.view(rows, shape.kv_heads, shape.head_dim),
             value.view(rows, shape.kv_heads, shape.head_dim),
-            self._key_unrotated.view(rows, shape.kv_heads, shape.head_dim),
+            None if kept is None else kept.view(rows, shape.kv_heads, shape.head_dim),
         )
-        self._key_unrotated = None
         out = self._attend(inputs)
         if layer == self._stop_after:
             raise _StoppedError
         return out
 
     @contextmanager
-    def _swap(self, attend: Attend, stop_after: int | None) -> Iterator[None]:
-        context = create_forward_context(None, self._config, slot_mapping={}, skip_compiled=True)
+    def _swap(self, attend: Attend, stop_after: int | None, unrotated: bool) -> Iterator[None]:
+        context = create_forward_context(None, self._config, slot_mapping={}, skip_compiled=unrotated)
         context.no_compile_layers = {**context.no_compile_layers, **self._swapped}
-        hooks = [rope.register_forward_pre_hook(self._keep_key, with_kwargs=True) for rope in self._ropes]
+        ropes = self._ropes if unrotated else []
+        hooks = [rope.register_forward_pre_hook(self._keep_key, with_kwargs=True) for rope in ropes]
         self._attend, self._stop_after = attend, stop_after
         try:
             with torch.inference_mode(), override_forward_context(context):

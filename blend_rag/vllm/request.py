@@ -17,7 +17,7 @@ from typing import Any
 
 from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.errors import ConnectorError
-from blend_rag.kv import FORMAT_VERSION
+from blend_rag.kv import FORMAT_VERSION, hash_token_ids
 from blend_rag.layout import PromptLayout, Segment, SegmentKind, WindowSegmenter
 from blend_rag.vllm.settings import POLICY_FIELDS, BlendSettings, policy_from
 
@@ -69,9 +69,9 @@ class BlendRequest:
             "policy": asdict(policy),
             "namespace": self.namespace,
             "warm": self.warm,
-            "context": layout.context_ids,
+            "context": hash_token_ids(layout.context_ids),
             "segments": [(segment.kind.value, segment.end) for segment in layout.segments if segment.start < seen],
-            "ids": layout.token_ids[:seen],
+            "ids": hash_token_ids(layout.token_ids[:seen]),
         }
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()
 

@@ -44,6 +44,7 @@ CACHED = "cached"
 """Tier of tokens that vLLM's own prefix cache holds."""
 
 _CONTEXT_BYTES = 256 << 20  # exact KV of prefixes, so that warming does not compute them for every chunk
+_WORTH_READING = 128  # tokens; fewer are computed again in less time than their pages are read
 _PATIENCE = 8  # steps after which chunks that no request waits for get their turn
 
 
@@ -108,7 +109,7 @@ class BlendWorker:
         self._reports: dict[str, Report] = {}
         self._was_unfinished = False
         self._told: set[str] = set()
-        self._clocks: list[tuple[str, Any, Any]] = []
+        self.clocks: list[tuple[str, Any, Any]] = []
 
     def _open_tiers(self, vllm_config: Any, model: torch.nn.Module) -> WorkerTiers:
         settings = self._settings
@@ -247,7 +248,7 @@ class BlendWorker:
         plan = BlendPlan.of(request.layout, hits, request.policy, self._read_cached(job))
         [result] = yield from blend_in_steps(self.decoder, [plan], self._max_rows)
         self._write(job, result)
-        self._clocks.append(("blend", began, self._now()))
+        self.clocks.append(("blend", began, self._now()))
         running.report = _report(job, plan, result, running.chunks)
         for outcome, count in running.report["tokens"].items():
             self.stats.add("tokens", outcome, count)
@@ -261,7 +262,7 @@ class BlendWorker:
     def _read_cached(self, job: Job) -> HotKV | None:
         """K and V of the exact leading tokens that vLLM's cache holds."""
         length = min(job.cached_tokens, job.request.first_chunk)
-        return self.pages.read(job.block_ids, length) if length else None
+        return self.pages.read(job.block_ids, length) if length >= _WORTH_READING else None
 
     def _write(self, job: Job, result: BlendResult) -> None:
         """Fill the request's own pages, layer by layer."""
@@ -319,7 +320,7 @@ class BlendWorker:
                     found[query] = kv
                     kept += self.tiers.keep(query, kv)
                     self.stats.add("bytes", "kept", kv.nbytes)
-                self._clocks.append(("store", began, self._now()))
+                self.clocks.append(("store", began, self._now()))
                 yield sum(len(query.chunk_ids) for query in batch)
         return found
 
@@ -381,14 +382,14 @@ class BlendWorker:
 
     def _read_clocks(self) -> None:
         waiting = []
-        for phase, began, ended in self._clocks:
+        for phase, began, ended in self.clocks:
             if isinstance(began, float):
                 self.stats.time(phase, [ended - began])
             elif ended.query():
                 self.stats.time(phase, [began.elapsed_time(ended) / 1e3])
             else:
                 waiting.append((phase, began, ended))
-        self._clocks = waiting
+        self.clocks = waiting
 
     def clear(self) -> None:
         """Forget KV in memory; the store keeps what it has."""
