@@ -126,6 +126,53 @@ def position_attention(
     return out[0].transpose(0, 1)
 
 
+class MassMeter:
+    """Sums the attention some rows of a pass give to each key, over layers and heads.
+
+    Args:
+        positions: of the pass's rows, [rows], rising, on the CPU.
+        key_positions: of the keys, [keys], rising, on the CPU.
+        asking: rows that count, [n], on the CPU.
+        scale: multiplies query-key products.
+        device: where the pass runs.
+    """
+
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        key_positions: torch.Tensor,
+        asking: torch.Tensor,
+        scale: float,
+        device: torch.device,
+    ) -> None:
+        self._rows = CausalRows.of(positions, key_positions, device)
+        self._askers = CausalRows.of(positions[asking], key_positions, device)
+        self._asking = asking.to(device)
+        self._scale = scale
+        self._mass: torch.Tensor | None = None  # [kv_heads, or 1 where heads are summed at once; keys], float32
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, count: bool) -> torch.Tensor:
+        """Attention of a layer as `position_attention` gives it; `count` adds it to the sum."""
+        kernels = fitting_kernels(query.shape[-1]) if query.is_cuda else None
+        if not count or kernels is None:
+            out = position_attention(query, keys, values, self._rows, self._scale)
+            if count:
+                found = attention_mass(query[self._asking], keys, self._askers, self._scale)
+                self._mass = found[None] if self._mass is None else self._mass.add_(found)
+            return out
+        if self._mass is None:
+            self._mass = torch.zeros(keys.shape[:2], dtype=torch.float32, device=query.device)
+        logs = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        result: torch.Tensor = kernels.limited_attention(query, keys, values, self._rows.limits, self._scale, logs)
+        kernels.add_mass(query, keys, self._rows.limits, logs, self._asking, self._scale, self._mass)
+        return result
+
+    def mass(self) -> torch.Tensor:
+        """What each key has received, [keys], float32."""
+        assert self._mass is not None, "no layer was counted"
+        return self._mass.sum(0)
+
+
 def attention_mass(query: torch.Tensor, keys: torch.Tensor, rows: CausalRows, scale: float) -> torch.Tensor:
     """Softmax attention each key receives, summed over rows and heads, in float32: [keys].
 

@@ -16,10 +16,11 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit(do_not_specialize=["rows"])
 def _attention_kernel(
-    query, keys, values, limits, out,
+    query, keys, values, limits, out, logs,
     rows, scale,
     query_row, query_head, key_head, key_token, value_head, value_token, out_row, out_head,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    LOGS: tl.constexpr,
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1)
     row = block * ROWS + tl.arange(0, ROWS)
@@ -62,10 +63,17 @@ def _attention_kernel(
     result = total / tl.maximum(mass, 1e-30)[:, None]
     place = out + row[:, None] * out_row + head * out_head + dim[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=is_row[:, None])
+    if LOGS:
+        tl.store(logs + row * tl.num_programs(1) + head, peak + tl.log2(mass), mask=is_row)
 
 
 def limited_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, limits: torch.Tensor, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    limits: torch.Tensor,
+    scale: float,
+    logs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention in which row i sees keys [0, limits[i]). Blocks of keys beyond a block's limit are not read.
 
@@ -74,6 +82,7 @@ def limited_attention(
         keys, values: [kv_heads, keys, head_dim], the last axis contiguous.
         limits: [rows], int32, rising, each at least 1.
         scale: multiplies query-key products.
+        logs: [rows, heads], float32; if given, log2 of each row's softmax denominator is written to it.
 
     Returns:
         [rows, heads, head_dim].
@@ -84,15 +93,78 @@ def limited_attention(
     if rows <= 64 and query.dtype.itemsize == 2:
         row_block, warps = (64, 4) if rows > 16 else (16, 4)
     _attention_kernel[(triton.cdiv(rows, row_block), heads)](
-        query, keys, values, limits, out,
+        query, keys, values, limits, out, out if logs is None else logs,
         rows, scale * _LOG2_E,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         out.stride(0), out.stride(1),
         GROUP=heads // keys.shape[0], DIM=dim, ROWS=row_block, KEYS=key_block,
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
+        LOGS=logs is not None,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["count", "most"])
+def _mass_kernel(
+    query, keys, limits, logs, asking, mass,
+    count, most, scale, heads,
+    query_row, query_head, key_head, key_token, mass_head,
+    GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    kv_head = tl.program_id(1)
+    dim = tl.arange(0, DIM)
+    is_key = at < most
+    k = tl.load(keys + kv_head * key_head + at[None, :] * key_token + dim[:, None], mask=is_key[None, :], other=0.0)
+    found = tl.zeros([KEYS], tl.float32)
+    for start in range(0, count * GROUP, ROWS):
+        pair = start + tl.arange(0, ROWS)  # a row that asks, and one of the heads that share these keys
+        is_pair = pair < count * GROUP
+        row = tl.load(asking + pair // GROUP, mask=is_pair, other=0)
+        head = kv_head * GROUP + pair % GROUP
+        place = query + row[:, None] * query_row + head[:, None] * query_head + dim[None, :]
+        q = tl.load(place, mask=is_pair[:, None], other=0.0)
+        limit = tl.load(limits + row, mask=is_pair, other=0)
+        log = tl.load(logs + row * heads + head, mask=is_pair, other=0.0)
+        score = tl.dot(q, k, input_precision=PRECISION) * scale
+        share = tl.where((at[None, :] < limit[:, None]) & is_pair[:, None], tl.exp2(score - log[:, None]), 0.0)
+        found += tl.sum(share, 0)
+    place = mass + kv_head * mass_head + at
+    tl.store(place, tl.load(place, mask=is_key, other=0.0) + found, mask=is_key)
+
+
+def add_mass(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    limits: torch.Tensor,
+    logs: torch.Tensor,
+    asking: torch.Tensor,
+    scale: float,
+    mass: torch.Tensor,
+) -> None:
+    """Add the attention that rows give to each key, summed over the heads that share it.
+
+    Args:
+        query: [rows, heads, head_dim], the last axis contiguous.
+        keys: [kv_heads, keys, head_dim], the last axis contiguous.
+        limits: how many leading keys each row sees, [rows], int32.
+        logs: as `limited_attention` wrote it, [rows, heads].
+        asking: rows that count, [n].
+        scale: multiplies query-key products.
+        mass: [kv_heads, keys], float32; added to.
+    """
+    _, heads, dim = query.shape
+    kv_heads, total, _ = keys.shape
+    key_block = 128 if query.dtype.itemsize == 2 else 32
+    _mass_kernel[(triton.cdiv(total, key_block), kv_heads)](
+        query, keys, limits, logs, asking, mass,
+        len(asking), total, scale * _LOG2_E, heads,
+        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), mass.stride(0),
+        GROUP=heads // kv_heads, DIM=dim, ROWS=64 if query.dtype.itemsize == 2 else 16, KEYS=key_block,
+        PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
+        num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])

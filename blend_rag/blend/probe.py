@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from blend_rag.blend.attention import CausalRows, attention_mass, position_attention
+from blend_rag.blend.attention import CausalRows, MassMeter, attention_mass, position_attention
 from blend_rag.blend.decoder import Attend, Decoder, LayerInputs
 from blend_rag.blend.plan import BlendPlan
 from blend_rag.blend.prompt_kv import PromptKV
@@ -93,23 +93,17 @@ class Probe:
         known[plan.unseen] = False
         seen = known.nonzero()[:, 0]
         key_positions = torch.cat([seen, rows[len(real) :]])
-        who = CausalRows.of(rows, key_positions, device)
-        askers = CausalRows.of(rows[asking], key_positions, device)
-        asked = torch.searchsorted(key_positions, plan.candidates).to(device)
-        mass = torch.zeros(len(plan.candidates), device=device)
+        meter = MassMeter(rows, key_positions, asking, self.decoder.shape.scale, device)
+        fresh = real.to(device)
 
         def attend(inputs: LayerInputs) -> torch.Tensor:
-            self.kv.write(inputs.layer, who.positions[: len(real)], inputs.key[: len(real)], inputs.value[: len(real)])
+            self.kv.write(inputs.layer, fresh, inputs.key[: len(real)], inputs.value[: len(real)])
             keys, values = self._with_echo(inputs, seen, len(real))
-            if inputs.layer >= first_layer:
-                query = inputs.query[asking.to(device)]
-                mass.add_(attention_mass(query, keys, askers, self.decoder.shape.scale)[asked])
-            if inputs.layer == last:
-                return inputs.query
-            return position_attention(inputs.query, keys, values, who, self.decoder.shape.scale)
+            return meter.attend(inputs.query, keys, values, count=inputs.layer >= first_layer)
 
         self.decoder.forward(token_ids, rows, attend, stop_after=last)
-        return self.decoder.sum_over_ranks(mass).cpu()
+        asked = torch.searchsorted(key_positions, plan.candidates).to(device)
+        return self.decoder.sum_over_ranks(meter.mass()[asked]).cpu()
 
     def truth(self, score: Callable[[Deviation, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Sum over layers of `score(deviation, question's attention mass)` under full prefill, [candidates].
