@@ -76,6 +76,36 @@ class BlendRequest:
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()
 
 
+def request_parameters(
+    layout: PromptLayout, *, policy: RecomputePolicy | None = None, warm: bool = False, namespace: str | None = None
+) -> dict[str, Any]:
+    """What a client puts into `kv_transfer_params` to have a layout blended; the prompt is the layout's token ids.
+
+    Args:
+        layout: the prompt.
+        policy: what to recompute; None leaves it to the server.
+        warm: only compute and keep the chunks' KV.
+        namespace: the server's; None takes it as it is.
+    """
+    found: dict[str, Any] = {
+        "segments": [
+            [segment.kind.value, len(segment), *([segment.document] if segment.document else [])]
+            for segment in layout.segments
+        ]
+    }
+    first = layout.segments[0]
+    leading = layout.ids(first) if first.kind is SegmentKind.PREFIX else ()
+    if layout.context_ids != leading:
+        found["context_ids"] = list(layout.context_ids)
+    if policy:
+        found |= {name: getattr(policy, name) for name in POLICY_FIELDS}
+    if warm:
+        found["warm"] = True
+    if namespace is not None:
+        found["namespace"] = namespace
+    return found
+
+
 def namespace_salt(namespace: str) -> bytes:
     """What keeps one namespace's blocks in vLLM's prefix cache from another's."""
     return hashlib.sha256(b"blend-rag namespace " + namespace.encode()).digest()

@@ -96,7 +96,9 @@ class BlendScheduler:
             return 0, False
         blend = tracked.request
         if cached_tokens >= blend.chunks_end and not blend.warm:  # an identical blend is cached; what is left is exact
-            tracked.report = {"cached_tokens": cached_tokens, "prompt_tokens": len(blend.layout)}
+            if not tracked.report:
+                self.stats.count_request("cached")
+                tracked.report = _cached_report(blend, cached_tokens)
             return 0, False
         if cached_tokens >= blend.blend_tokens:
             return 0, False
@@ -155,6 +157,21 @@ class BlendScheduler:
         if message not in self._told and len(self._told) < 1000:
             self._told.add(message)
             logger.warning("%s", message)
+
+
+def _cached_report(blend: BlendRequest, cached_tokens: int) -> Report:
+    """What the answer of a request is told whose identical blend vLLM's prefix cache holds."""
+    total = len(blend.layout)
+    return {
+        "prompt_tokens": total,
+        "tokens": {"cached": cached_tokens, "computed": total - cached_tokens},
+        "exact": blend.policy.ratio == 1.0,
+        "ratio": blend.policy.ratio,
+        "selector": blend.policy.selector,
+        "recomputed": [],
+        "chunks": [],
+        "misses": {},
+    }
 
 
 def _obstacle(request: Any) -> str | None:

@@ -84,7 +84,7 @@ class WorkerTiers:
         self.dtype = STORE_DTYPES[dtype]
         self._total_kv_heads = total_kv_heads
         self._timeout_s = timeout_s
-        self._gpu = MemoryStore(gpu_bytes) if gpu_bytes and self._on_gpu else None
+        self._gpu = MemoryStore(gpu_bytes) if gpu_bytes else None  # where the model runs
         self._host = MemoryStore(host_bytes) if host_bytes else None
         self._store = store
         shape = decoder.shape
@@ -180,7 +180,7 @@ class WorkerTiers:
 
     def promote(self, query: Query, kv: ChunkKV) -> None:
         """Keep a copy of KV from host memory on the GPU, for the next request."""
-        if self._gpu and kv.data.device.type == "cpu" and self.key(query) not in self._gpu:
+        if self._gpu and self.key(query) not in self._gpu:
             data = kv.data.to(self._decoder.device, non_blocking=True)
             self._remember(self._gpu, self.key(query), ChunkKV(data))
 
@@ -190,7 +190,7 @@ class WorkerTiers:
             try:
                 tier.put(key, kv, documents)
             except StoreError as error:
-                logger.warning("chunk KV not kept in memory: %s", error)
+                logger.debug("chunk KV not kept in memory: %s", error)
 
     def clear(self) -> None:
         """Forget what is in memory; the store keeps what it has."""
