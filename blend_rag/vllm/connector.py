@@ -158,6 +158,11 @@ class BlendConnector(KVConnectorBase_V1):
         """Keep stepping while new chunks are still computed and stored."""
         return self._scheduling.has_unfinished_work
 
+    def reset_cache(self) -> bool | None:
+        """Forget KV in memory; vLLM calls this when it sleeps and when weights are about to change."""
+        self._scheduling.reset()
+        return True
+
     @property
     def _scheduling(self) -> BlendScheduler:
         assert self._scheduler is not None, "a call for the scheduler's half reached a worker"

@@ -36,11 +36,19 @@ class Job:
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """From the scheduler: requests to begin, requests that are gone, and pages that this very step fills."""
+    """From the scheduler.
+
+    Attributes:
+        jobs: requests to begin.
+        gone: requests that have ended.
+        filling: pages that this very step fills.
+        forget: caches were reset, as before new weights are loaded: forget KV in memory and look at the weights.
+    """
 
     jobs: list[Job] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
     filling: set[int] = field(default_factory=set)
+    forget: bool = False
 
 
 @dataclass

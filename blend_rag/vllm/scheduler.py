@@ -56,6 +56,7 @@ class BlendScheduler:
         self._gone: set[str] = set()
         self._told: set[str] = set()
         self._unfinished = False
+        self._forget = False
         self.stats = BlendStats()
 
     def on_new_request(self, request: Any) -> None:
@@ -121,8 +122,17 @@ class BlendScheduler:
     def orders(self, scheduler_output: Any) -> StepOrders:
         """What the workers are told for this step."""
         jobs, self._jobs = self._jobs, []
-        gone = set(scheduler_output.finished_req_ids)
-        return StepOrders(jobs, gone, _pages_filled(scheduler_output, self._block_size) if jobs else set())
+        forget, self._forget = self._forget, False
+        return StepOrders(
+            jobs,
+            set(scheduler_output.finished_req_ids),
+            _pages_filled(scheduler_output, self._block_size) if jobs else set(),
+            forget,
+        )
+
+    def reset(self) -> None:
+        """Have the workers forget what they hold in memory, before their next work."""
+        self._forget = True
 
     def hear(self, news: StepNews) -> None:
         """Take what the workers report."""

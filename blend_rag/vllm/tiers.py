@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -191,6 +191,10 @@ class WorkerTiers:
                 tier.put(key, kv, documents)
             except StoreError as error:
                 logger.debug("chunk KV not kept in memory: %s", error)
+
+    def use_fingerprint(self, fingerprint: str) -> None:
+        """From now on keys are those of other weights."""
+        self._keeper = replace(self._keeper, fingerprint=fingerprint)
 
     def clear(self) -> None:
         """Forget what is in memory; the store keeps what it has."""

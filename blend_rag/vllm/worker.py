@@ -6,6 +6,7 @@ and decide alike: what depends on a rank's own memory or clock is agreed on firs
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Generator, Iterable, Sequence
@@ -26,7 +27,7 @@ from blend_rag.kv import ChunkKV
 from blend_rag.layout import PromptLayout, Segment, SegmentKind
 from blend_rag.stores import KVStore, MissReason, open_store
 from blend_rag.vllm.decoder import VLLMDecoder
-from blend_rag.vllm.fingerprint import served_fingerprint
+from blend_rag.vllm.fingerprint import sample_weights, served_fingerprint
 from blend_rag.vllm.messages import ANY_PAGE, Job, Report, StepNews, StepOrders
 from blend_rag.vllm.metrics import BlendStats
 from blend_rag.vllm.pages import Pages, kv_bytes_per_token
@@ -98,7 +99,10 @@ class BlendWorker:
         self.self_check: SelfCheck | None = None
         if settings.self_check:
             self.self_check = check_blending(self.decoder, vllm_config.model_config.get_vocab_size())
-        self.tiers = self._open_tiers(vllm_config, model)
+        self._model = model
+        self._fingerprint = served_fingerprint(vllm_config, model, self.decoder)
+        self._sample = sample_weights(model, self.decoder)
+        self.tiers = self._open_tiers(vllm_config)
         self.stats = BlendStats()
         self._contexts = HotPrefixes(_CONTEXT_BYTES)
         self._running: list[_Running] = []
@@ -111,7 +115,7 @@ class BlendWorker:
         self._told: set[str] = set()
         self.clocks: list[tuple[str, Any, Any]] = []
 
-    def _open_tiers(self, vllm_config: Any, model: torch.nn.Module) -> WorkerTiers:
+    def _open_tiers(self, vllm_config: Any) -> WorkerTiers:
         settings = self._settings
         dtype = settings.store_dtype
         if dtype == "auto":
@@ -121,7 +125,7 @@ class BlendWorker:
             store = open_store(settings.store, allow_unsigned=settings.allow_unsigned)
         return WorkerTiers(
             self.decoder,
-            fingerprint=served_fingerprint(vllm_config, model, self.decoder),
+            fingerprint=self._fingerprint,
             dtype=dtype,
             namespace=settings.namespace,
             total_kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
@@ -153,6 +157,8 @@ class BlendWorker:
     def step(self, orders: StepOrders) -> None:
         """Take orders, then work until about `max_num_batched_tokens` tokens went through the model."""
         self._drop(orders.gone)
+        if orders.forget:
+            self._forget()
         for job in orders.jobs:
             self._running.append(self._begin(job, orders.filling))
         self._begin_work()
@@ -391,10 +397,15 @@ class BlendWorker:
                 waiting.append((phase, began, ended))
         self.clocks = waiting
 
-    def clear(self) -> None:
-        """Forget KV in memory; the store keeps what it has."""
+    def _forget(self) -> None:
+        """Forget KV in memory; where the weights have changed since, KV of the old ones is never met again."""
         self._contexts.clear()
+        self._later.clear()
         self.tiers.clear()
+        if (sample := sample_weights(self._model, self.decoder)) != self._sample:
+            self._sample = sample
+            self.tiers.use_fingerprint(hashlib.sha256(self._fingerprint.encode() + sample).hexdigest())
+            logger.warning("the weights have changed: chunk KV of the former ones is not used any more")
 
     def close(self) -> None:
         """Stop threads and close the store."""

@@ -49,9 +49,10 @@ def test_every_architecture_is_exact_at_full_ratio(tiny: tuple[str, Served]) -> 
     PARTIAL[name] = check(served)
 
 
-def test_one_rank_warms_two(folders: dict[str, Path]) -> None:
+def test_one_rank_warms_two(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     if "llama3" not in PARTIAL:
         pytest.skip("the engine with one rank did not run")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # else two ranks want two NUMA nodes
     settings = {"store": f"file://{folders['store']}"}
     with closing(Served(folders["llama3"], settings, tensor_parallel_size=2, **OPTIONS)) as served:
         [first] = served.ask(ask_of(SECOND, ratio=0.3), **ASKING)
