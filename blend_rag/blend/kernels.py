@@ -170,11 +170,15 @@ def add_mass(
 @triton.jit(do_not_specialize=["tokens"])
 def _place_kernel(
     stored, cos, sin, positions, keys, values,
-    tokens, stored_side, stored_token, key_head, value_head,
+    tokens, stored_layer, stored_side, stored_token, key_layer, key_head, value_layer, value_head,
     HALF: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
+    stored += layer * stored_layer
+    keys += layer * key_layer
+    values += layer * value_layer
     half = tl.arange(0, HALF)
     is_token = (token < tokens)[:, None]
     position = tl.load(positions + token, mask=token < tokens, other=0)
@@ -202,19 +206,20 @@ def place_stored(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Rotate stored K in float32 and put K and V to their positions.
+    """Rotate stored K of some layers in float32 and put K and V to their positions.
 
     Args:
-        stored: un-rotated K and V, [2, tokens, kv_heads, head_dim], contiguous.
+        stored: un-rotated K and V, [layers, 2, tokens, kv_heads, head_dim], contiguous.
         cos, sin: [tokens, head_dim], float32, contiguous.
         positions: where each token goes, [tokens].
-        keys, values: [kv_heads, prompt tokens, head_dim], contiguous; written.
+        keys, values: [layers, kv_heads, prompt tokens, head_dim], contiguous; written.
     """
-    _, tokens, heads, dim = stored.shape
+    layers, _, tokens, heads, dim = stored.shape
     block = 16
-    grid: Any = (triton.cdiv(tokens, block), heads)
+    grid: Any = (triton.cdiv(tokens, block), heads, layers)
     _place_kernel[grid](
         stored, cos, sin, positions, keys, values,
-        tokens, stored.stride(0), stored.stride(1), keys.stride(0), values.stride(0),
+        tokens, stored.stride(0), stored.stride(1), stored.stride(2),
+        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         HALF=dim // 2, TOKENS=block, num_warps=4,
     )  # fmt: skip

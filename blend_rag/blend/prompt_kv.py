@@ -6,12 +6,15 @@ Knows a plan and a decoder. Stored chunk KV is only read; what is written is thi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 
 from blend_rag.blend.attention import CausalRows, fitting_kernels, position_attention
 from blend_rag.blend.decoder import Decoder, rotate
 from blend_rag.blend.plan import BlendPlan, HotKV
+
+_TOGETHER = 4  # layers that come to a GPU at once: fewer launches, and little to wait for before the first
 
 Fresh = tuple[torch.Tensor, torch.Tensor]
 """K (rotated) and V of the rows of a pass, each [rows, kv_heads, head_dim]."""
@@ -69,28 +72,35 @@ class PromptKV:
         )
 
     def _load(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Known K and V of one layer; on a GPU its neighbours come along."""
+        first, count = index, 1
+        if self._gpu:
+            first = index - index % _TOGETHER
+            count = min(_TOGETHER, len(self._layers) - first)
         decoder, plan = self._decoder, self.plan
-        size = (decoder.shape.kv_heads, len(plan), decoder.shape.head_dim)
+        size = (count, decoder.shape.kv_heads, len(plan), decoder.shape.head_dim)
         keys = torch.empty(size, dtype=decoder.dtype, device=decoder.device)
         values = torch.empty_like(keys)
         if plan.hot:
-            keys[:, : plan.hot.length] = plan.hot.keys[index][:, : plan.hot.length]
-            values[:, : plan.hot.length] = plan.hot.values[index][:, : plan.hot.length]
+            for layer in range(count):
+                keys[layer, :, : plan.hot.length] = plan.hot.keys[first + layer][:, : plan.hot.length]
+                values[layer, :, : plan.hot.length] = plan.hot.values[first + layer][:, : plan.hot.length]
         if self._gpu:
-            self._gpu.load(index, keys, values)
-            return keys, values
+            self._gpu.load(first, keys, values)
+            self._layers[first : first + count] = zip(keys, values, strict=True)
+            return keys[index - first], values[index - first]
         for span, (cos, sin) in zip(plan.spans, self._angles, strict=True):
-            stored = span.kv.data[index, :, span.skip :].to(decoder.device, non_blocking=True)
+            stored = span.kv.data[index, :, span.skip :].to(decoder.device)
             key, value = stored.transpose(1, 2)  # each [kv_heads, tokens, head_dim]
-            rotate(key, cos, sin, out=keys[:, span.start : span.end])
-            values[:, span.start : span.end] = value
-        return keys, values
+            rotate(key, cos, sin, out=keys[0, :, span.start : span.end])
+            values[0, :, span.start : span.end] = value
+        return keys[0], values[0]
 
 
 class _GpuLoader:
-    """Brings stored KV of one layer after another to a GPU, the next one while the model works on this one.
+    """Brings stored KV of some layers after the others to a GPU, the next while the model works on these.
 
-    All spans of a layer are put together first, so that turning and placing them is one launch.
+    All spans are put together first, so that turning and placing them is one launch for `_TOGETHER` layers.
     """
 
     def __init__(self, plan: BlendPlan, decoder: Decoder, angles: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -101,54 +111,55 @@ class _GpuLoader:
         positions = torch.cat([torch.arange(span.start, span.end) for span in plan.spans])
         self._positions = positions.to(decoder.device, non_blocking=True)
         self._kernels = fitting_kernels(decoder.shape.head_dim)
-        self._layers = decoder.shape.layers
+        self._count = decoder.shape.layers
         on_host = any(span.kv.data.device.type == "cpu" for span in plan.spans)
         self._copies = torch.cuda.Stream(decoder.device) if on_host else None  # type: ignore[no-untyped-call]
         if self._copies:
             self._copies.wait_stream(torch.cuda.current_stream(decoder.device))  # what it reads may just be written
         self._ahead: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
 
-    def load(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put one layer's stored KV into `keys` and `values` [kv_heads, tokens, head_dim]."""
-        stored = self._gather(index)  # [2, stored tokens, kv_heads, head_dim]
+    def load(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put stored KV of the layers from `first` on into `keys` and `values` [layers, kv_heads, tokens, head_dim]."""
+        stored = self._gather(first, len(keys))  # [layers, 2, stored tokens, kv_heads, head_dim]
         if self._kernels:
             self._kernels.place_stored(stored, self._cos, self._sin, self._positions, keys, values)
             return
-        key, value = stored.transpose(1, 2)
+        key, value = stored.permute(1, 0, 3, 2, 4)
         rotated = torch.empty(key.shape, dtype=keys.dtype, device=keys.device)
         rotate(key, self._cos, self._sin, out=rotated)
-        keys[:, self._positions] = rotated
-        values[:, self._positions] = value.to(values.dtype)
+        keys.index_copy_(2, self._positions, rotated)
+        values.index_copy_(2, self._positions, value.to(values.dtype))
 
-    def _gather(self, index: int) -> torch.Tensor:
+    def _gather(self, first: int, count: int) -> torch.Tensor:
         if self._copies is None:
-            return self._together(index)
-        if index not in self._ahead:
-            self._begin(index)
-        stored, arrived = self._ahead.pop(index)
+            return self._together(first, count)
+        if first not in self._ahead:
+            self._begin(first)
+        stored, arrived = self._ahead.pop(first)
         here = torch.cuda.current_stream(self._device)
         here.wait_event(arrived)
         stored.record_stream(here)
-        if index + 1 < self._layers:
-            self._begin(index + 1)
+        if first + count < self._count:
+            self._begin(first + count)
         return stored
 
-    def _begin(self, index: int) -> None:
+    def _begin(self, first: int) -> None:
         assert self._copies is not None
         with torch.cuda.stream(self._copies):
-            stored = self._together(index)
+            stored = self._together(first, min(_TOGETHER, self._count - first))
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(self._copies)
-        self._ahead[index] = (stored, arrived)
+        self._ahead[first] = (stored, arrived)
 
-    def _together(self, index: int) -> torch.Tensor:
-        parts = [span.kv.data[index, :, span.skip :] for span in self._spans]
+    def _together(self, first: int, count: int) -> torch.Tensor:
+        parts = [span.kv.data[first : first + count, :, span.skip :] for span in self._spans]
         if self._copies is None:
-            return torch.cat(parts, dim=1)
-        first = parts[0]
-        stored = torch.empty(2, len(self._positions), *first.shape[2:], dtype=first.dtype, device=self._device)
+            return torch.cat(parts, dim=2)
+        shape = (count, 2, len(self._positions), *parts[0].shape[3:])
+        stored = torch.empty(shape, dtype=parts[0].dtype, device=self._device)
         at = 0
         for part in parts:
-            stored[:, at : at + part.shape[1]].copy_(part, non_blocking=True)
-            at += part.shape[1]
+            for layer, side in product(range(count), range(2)):  # contiguous there and here: plain copies, no kernel
+                stored[layer, side, at : at + part.shape[2]].copy_(part[layer, side], non_blocking=True)
+            at += part.shape[2]
         return stored

@@ -101,6 +101,8 @@ def policy_from(given: Mapping[str, Any], default: RecomputePolicy) -> Recompute
             seed=_integer("seed", values["seed"]),
         )
         make_selector(policy)
+    except ConnectorError:
+        raise
     except PolicyError as error:
         raise ConnectorError(str(error)) from error
     except (TypeError, ValueError) as error:

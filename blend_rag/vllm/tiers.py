@@ -117,9 +117,9 @@ class WorkerTiers:
         return Found(own, STORE)
 
     def _own(self, data: torch.Tensor) -> ChunkKV:
-        """This rank's heads, in pinned memory where a GPU will read them."""
+        """A copy of this rank's heads, pinned where a GPU will read them; a store may hand out mapped files."""
         own = self._decoder.own_heads(data)
-        return ChunkKV(own.contiguous().pin_memory() if self._on_gpu else own.contiguous())
+        return ChunkKV(own.contiguous().pin_memory() if self._on_gpu else own.clone())
 
     @contextmanager
     def without_gpu(self) -> Iterator[None]:

@@ -58,13 +58,14 @@ def test_mass_kernel_adds_what_asking_rows_give(shape: tuple[int, ...]) -> None:
 
 def test_place_kernel_turns_and_places_stored_kv_and_touches_nothing_else() -> None:
     generator = torch.Generator().manual_seed(0)
-    stored = torch.randn(2, 37, 3, 32, generator=generator).half()
+    stored = torch.randn(2, 2, 37, 3, 32, generator=generator).half()  # two layers
     angles = torch.rand(37, 16, generator=generator).repeat(1, 2)
     positions = torch.randperm(90, generator=generator)[:37].sort().values
-    keys, values = torch.zeros(2, 3, 90, 32)
+    keys, values = torch.zeros(2, 2, 3, 90, 32)
     kernels.place_stored(stored, angles.cos(), angles.sin(), positions, keys, values)
-    expected = torch.zeros(3, 37, 32)
-    rotate(stored[0].transpose(0, 1), angles.cos(), angles.sin(), out=expected)
-    assert torch.equal(keys[:, positions], expected)
-    assert torch.equal(values[:, positions], stored[1].transpose(0, 1).float())
-    assert int((keys != 0).any(-1).any(0).sum()) == 37
+    for layer in range(2):
+        expected = torch.zeros(3, 37, 32)
+        rotate(stored[layer, 0].transpose(0, 1), angles.cos(), angles.sin(), out=expected)
+        assert torch.equal(keys[layer][:, positions], expected)
+        assert torch.equal(values[layer][:, positions], stored[layer, 1].transpose(0, 1).float())
+        assert int((keys[layer] != 0).any(-1).any(0).sum()) == 37

@@ -173,7 +173,7 @@ def test_single_separators_divide_passages() -> None:
 
 
 def test_doubled_separators_enclose_passages_even_where_borders_merge() -> None:
-    ids, borders = letters("system<br><br>ba<br> and <br><br>two<br>why")
+    ids, borders = letters("system<br><br>big data<br> and <br><br>two<br>why")
     request = parser(borders).parse(ids, None)
     assert [kind for kind in kinds(request) if kind != "separator"] == ["prefix", "chunk", "glue", "chunk", "question"]
     assert request
