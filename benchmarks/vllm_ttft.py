@@ -2,8 +2,9 @@
 
     python benchmarks/vllm_ttft.py MODEL --tokens 2048,8192,16384,32768 --json benchmarks/results/vllm-ttft.json
 
-Prompts are 512-token chunks of random ids, shuffled anew for every run, behind a system prompt, a question last. TTFT
-is the time of a whole request with `max_tokens=1`, as a caller of `LLM.generate` sees it.
+Prompts are 512-token chunks, shuffled anew for every run, behind a system prompt, a question last: of the Python
+language reference where the model is real, of random ids where its weights are. TTFT is the time of a whole request
+with `max_tokens=1`, as a caller of `LLM.generate` sees it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from pydoc_data import topics
 from typing import Annotated, Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process, so that tiers can be switched
@@ -54,15 +56,19 @@ def start(model: str, max_tokens: int, budget: int, settings: dict[str, Any], ea
 
 
 class Prompts:
-    """Prompts over shuffled chunks."""
+    """Prompts over shuffled chunks: of a text's ids one after the other, or of random ids."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, text_ids: list[int] | None = None, seed: int = 0) -> None:
         self._rng = random.Random(seed)
+        self._text_ids = list(text_ids or [])
         self.system = self._ids(SYSTEM_TOKENS)
         self._question = self._ids(QUESTION_TOKENS)
         self.chunks: list[list[int]] = []
 
     def _ids(self, count: int) -> list[int]:
+        if len(self._text_ids) >= count:
+            taken, self._text_ids = self._text_ids[:count], self._text_ids[count:]
+            return taken
         return [self._rng.randrange(1000, 30000) for _ in range(count)]
 
     def make(self, tokens: int) -> tuple[list[int], list[list[Any]]]:
@@ -87,6 +93,7 @@ class Bench:
         self._llm = llm
         self.worker = get_kv_transfer_group().worker
         self.worker.take_stats = lambda: None  # its clocks are read here
+        self.tokenizer = llm.get_tokenizer()
         self._salts = 0
 
     def request(self, ids: list[int], params: dict[str, Any] | None = None, fresh: bool = False, tokens: int = 1):
@@ -226,6 +233,13 @@ def exactness(bench: Bench, prompts: Prompts, tokens: int, answer: int) -> Row:
     }
 
 
+def _reference(bench: Bench) -> list[int]:
+    """Ids of the language reference, in the model's tokens."""
+    text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
+    ids: list[int] = bench.tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
 def versions() -> dict[str, str]:
     """Of what was measured."""
     found = {"torch": torch.__version__}
@@ -257,7 +271,7 @@ def main(
     began = time.perf_counter()
     bench = Bench(start(model, max(lengths) + 1024, budget, settings, eager, dummy, memory))
     started = time.perf_counter() - began
-    prompts = Prompts()
+    prompts = Prompts(None if dummy else _reference(bench))
     for _ in range(2):
         bench.request(prompts.make(min(lengths))[0], None, fresh=True, tokens=4)
     exact = exactness(bench, prompts, min(lengths), 16)
