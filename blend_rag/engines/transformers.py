@@ -27,7 +27,7 @@ from blend_rag.engines.decoder import TransformersDecoder
 from blend_rag.engines.fingerprint import model_fingerprint
 from blend_rag.engines.hot import HotPrefixes
 from blend_rag.engines.keeper import ChunkKeeper, Filled
-from blend_rag.engines.loading import DEFAULT_MODEL_NAME, load_model_and_tokenizer, resolve_model
+from blend_rag.engines.loading import DEFAULT_MODEL_NAME, load_model_and_tokenizer, require_transformers, resolve_model
 from blend_rag.engines.report import Lookup, make_report, segment_reports, token_fates
 from blend_rag.engines.sampling import make_sampler
 from blend_rag.engines.self_test import SelfTestReport, run_self_test
@@ -83,6 +83,7 @@ class TransformersEngine:
     ) -> None:
         self.policy = policy or RecomputePolicy()
         _check_settings(self.policy, store_dtype)  # before a model is loaded
+        require_transformers()
         path = resolve_model(model, show_progress=show_progress)
         loaded, self.tokenizer = load_model_and_tokenizer(path, device, dtype)
         self.model_name = str(model) if model is not None else DEFAULT_MODEL_NAME

@@ -137,8 +137,7 @@ class BlendConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Pages are allocated."""
-        if num_external_tokens > 0:
-            self._scheduling.after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+        self._scheduling.after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Orders of this step."""

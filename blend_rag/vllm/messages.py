@@ -10,7 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from blend_rag.vllm.request import BlendRequest
 
 Report = dict[str, Any]
-"""How a request was blended, as plain data; `error` holds the reason where it was not."""
+"""How a request was blended, as plain data; `error` holds the reason where it was not, and `verify` how many of its
+tokens the workers wait to compare."""
 
 
 ANY_PAGE = -1
@@ -34,6 +35,14 @@ class Job:
     cached_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Pages that vLLM itself has filled with a request whose KV the workers have computed too."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+
+
 @dataclass
 class StepOrders(KVConnectorMetadata):
     """From the scheduler.
@@ -42,12 +51,14 @@ class StepOrders(KVConnectorMetadata):
         jobs: requests to begin.
         gone: requests that have ended.
         filling: pages that this very step fills.
+        verify: pages to compare.
         forget: caches were reset, as before new weights are loaded: forget KV in memory and look at the weights.
     """
 
     jobs: list[Job] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
     filling: set[int] = field(default_factory=set)
+    verify: list[Verification] = field(default_factory=list)
     forget: bool = False
 
 

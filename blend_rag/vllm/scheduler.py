@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from blend_rag.errors import ConnectorError
-from blend_rag.vllm.messages import ANY_PAGE, Job, Report, StepNews, StepOrders
+from blend_rag.vllm.messages import ANY_PAGE, Job, Report, StepNews, StepOrders, Verification
 from blend_rag.vllm.metrics import BlendStats
 from blend_rag.vllm.request import BlendRequest, RequestParser, namespace_salt
 from blend_rag.vllm.settings import BlendSettings
@@ -32,6 +32,8 @@ class _Tracked:
     request: BlendRequest
     salt: bytes
     failed: bool = False
+    live: Any = None  # vLLM's request, once it runs as plain prefill to verify blending
+    block_ids: tuple[int, ...] = ()
     report: Report = field(default_factory=dict)
 
 
@@ -109,9 +111,13 @@ class BlendScheduler:
 
     def after_alloc(self, request: Any, block_ids: tuple[list[int], ...], external_tokens: int) -> None:
         """Pages are there: the worker can begin."""
-        if external_tokens <= 0:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
             return
-        tracked = self._tracked[request.request_id]
+        if external_tokens <= 0:
+            if "verify" in tracked.report:
+                tracked.live, tracked.block_ids = request, tuple(block_ids[0])
+            return
         blend = tracked.request
         pages = -(-blend.blend_tokens // self._block_size)
         self._under_way[tracked.salt] = request.request_id
@@ -127,8 +133,20 @@ class BlendScheduler:
             jobs,
             set(scheduler_output.finished_req_ids),
             _pages_filled(scheduler_output, self._block_size) if jobs else set(),
+            self._verifications(),
             forget,
         )
+
+    def _verifications(self) -> list[Verification]:
+        """Requests whose first tokens vLLM has computed in earlier steps, for the workers to compare."""
+        found = []
+        for request_id, tracked in self._tracked.items():
+            tokens = tracked.report.get("verify", 0) if tracked.live else 0
+            if tokens and tracked.live.num_computed_tokens >= tokens:
+                found.append(Verification(request_id, tracked.block_ids[: -(-tokens // self._block_size)]))
+                tracked.live = None
+                del tracked.report["verify"]
+        return found
 
     def reset(self) -> None:
         """Have the workers forget what they hold in memory, before their next work."""
@@ -152,6 +170,7 @@ class BlendScheduler:
             return None
         self._forget_under_way(request.request_id, tracked)
         self._jobs = [job for job in self._jobs if job.request_id != request.request_id]
+        tracked.report.pop("verify", None)
         return {"blend_rag": tracked.report} if tracked.report else None
 
     @property

@@ -9,7 +9,7 @@ import torch
 from blend_rag.blend.attention import CausalRows, position_attention
 from blend_rag.blend.decoder import LayerInputs, rotate
 from blend_rag.blend.passes import blend, compute_chunk_kv
-from blend_rag.blend.plan import BlendPlan, Hit
+from blend_rag.blend.plan import BlendPlan, Hit, HotKV
 from blend_rag.blend.policy import FULL_PREFILL, RecomputePolicy
 from blend_rag.errors import SelfTestError
 from blend_rag.kv import ChunkKV
@@ -18,7 +18,7 @@ from blend_rag.vllm.decoder import VLLMDecoder
 
 _SIZES = (("prefix", 12), ("chunk", 20), ("chunk", 20), ("question", 8))
 _OFFSET = 37
-_NOISE_FACTOR = 10.0
+NOISE_FACTOR = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SelfCheck:
 
     @property
     def passed(self) -> bool:
-        return max(self.full_recompute_error, self.shift_error) <= _NOISE_FACTOR * self.noise
+        return max(self.full_recompute_error, self.shift_error) <= NOISE_FACTOR * self.noise
 
 
 @torch.inference_mode()
@@ -59,21 +59,21 @@ def check_blending(decoder: VLLMDecoder, vocabulary: int) -> SelfCheck:
     blended = blend(decoder, [BlendPlan.of(layout, hits, RecomputePolicy(ratio=1.0))])[0].last_hidden
     [home] = compute_chunk_kv(decoder, [layout.ids(chunks[0])], None, torch.float32, device=decoder.device)
     check = SelfCheck(
-        noise=max(_difference(halves, full), _key_noise(decoder, home, layout.ids(chunks[0])), _precision(decoder)),
+        noise=max(_difference(halves, full), _key_noise(decoder, home, layout.ids(chunks[0])), precision(decoder)),
         full_recompute_error=_difference(blended, full),
         shift_error=_shift_error(decoder, home, layout.ids(chunks[0])),
     )
     if not check.passed:
         msg = (
             f"self-check failed: blended hidden states are off by {check.full_recompute_error:.2g} at r = 1, moved "
-            f"keys by {check.shift_error:.2g}, {_NOISE_FACTOR * check.noise:.2g} is allowed; "
+            f"keys by {check.shift_error:.2g}, {NOISE_FACTOR * check.noise:.2g} is allowed; "
             "this model cannot be blended on this device: serve it without BlendConnector"
         )
         raise SelfTestError(msg)
     return check
 
 
-def _precision(decoder: VLLMDecoder) -> float:
+def precision(decoder: VLLMDecoder) -> float:
     """Of the dtype, and of angles: at position 57 float32 holds an angle to about 32 times its own precision."""
     return float(max(torch.finfo(decoder.dtype).eps, 8 * torch.finfo(torch.float32).eps))
 
@@ -108,6 +108,12 @@ def _keys_alone(decoder: VLLMDecoder, token_ids: torch.Tensor, positions: torch.
 
     decoder.forward(token_ids, positions, attend, stop_after=decoder.shape.layers - 1)
     return found
+
+
+def kv_difference(left: HotKV, right: HotKV) -> float:
+    """Largest difference of K and V of the same tokens over all layers, as a share of the layer's largest number."""
+    pairs = [*zip(left.keys, right.keys, strict=True), *zip(left.values, right.values, strict=True)]
+    return max(_difference(one[:, : right.length], other[:, : right.length]) for one, other in pairs)
 
 
 def _difference(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -28,11 +28,11 @@ from blend_rag.layout import PromptLayout, Segment, SegmentKind
 from blend_rag.stores import KVStore, MissReason, open_store
 from blend_rag.vllm.decoder import VLLMDecoder
 from blend_rag.vllm.fingerprint import sample_weights, served_fingerprint
-from blend_rag.vllm.messages import ANY_PAGE, Job, Report, StepNews, StepOrders
+from blend_rag.vllm.messages import ANY_PAGE, Job, Report, StepNews, StepOrders, Verification
 from blend_rag.vllm.metrics import BlendStats
 from blend_rag.vllm.pages import Pages, kv_bytes_per_token
 from blend_rag.vllm.request import BlendRequest
-from blend_rag.vllm.self_check import SelfCheck, check_blending
+from blend_rag.vllm.self_check import NOISE_FACTOR, SelfCheck, check_blending, kv_difference, precision
 from blend_rag.vllm.settings import BlendSettings
 from blend_rag.vllm.tiers import Found, Lookup, Query, WorkerTiers
 
@@ -46,7 +46,16 @@ CACHED = "cached"
 
 _CONTEXT_BYTES = 256 << 20  # exact KV of prefixes, so that warming does not compute them for every chunk
 _WORTH_READING = 128  # tokens; fewer are computed again in less time than their pages are read
+_VERIFIED_TOKENS = 256
 _PATIENCE = 8  # steps after which chunks that no request waits for get their turn
+
+
+class _VerifyingError(Exception):
+    """A request is left to vLLM, to compare its KV with ours; `tokens` of it."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__("the first request is computed by vLLM, to verify blending")
+        self.tokens = tokens
 
 
 @dataclass(slots=True)
@@ -113,6 +122,9 @@ class BlendWorker:
         self._reports: dict[str, Report] = {}
         self._was_unfinished = False
         self._told: set[str] = set()
+        self._verifying: tuple[str, HotKV] | None = None
+        self._is_verified = not settings.verify_first
+        self._broken: str | None = None  # why nothing is blended any more
         self.clocks: list[tuple[str, Any, Any]] = []
 
     def _open_tiers(self, vllm_config: Any) -> WorkerTiers:
@@ -159,6 +171,8 @@ class BlendWorker:
         self._drop(orders.gone)
         if orders.forget:
             self._forget()
+        for verification in orders.verify:
+            self._verify(verification)
         for job in orders.jobs:
             self._running.append(self._begin(job, orders.filling))
         self._begin_work()
@@ -172,7 +186,24 @@ class BlendWorker:
         for running in self._running:
             running.waits_for_pages = False  # what this step fills is filled when the next begins
 
+    def _verify(self, verification: Verification) -> None:
+        """Compare what vLLM has computed for a request with what the blend's forward gave; stop if it differs."""
+        if self._verifying is None or self._verifying[0] != verification.request_id:
+            return
+        expected, self._verifying = self._verifying[1], None
+        worst = kv_difference(self.pages.read(verification.block_ids, expected.length), expected)
+        allowed = NOISE_FACTOR * (self.self_check.noise if self.self_check else precision(self.decoder))
+        if all(self.decoder.all_agree([worst <= allowed])):
+            self._is_verified = True
+            self.stats.count_request("verified")
+            logger.warning("blending is verified on a request: KV differs by %.2g, %.2g is allowed", worst, allowed)
+        else:
+            self._broken = f"KV of a request differs from vLLM's by {worst:.2g}, {allowed:.2g} is allowed"
+            logger.error("nothing is blended any more: %s", self._broken)
+
     def _drop(self, gone: set[str]) -> None:
+        if self._verifying and self._verifying[0] in gone:
+            self._verifying = None  # it ended too soon: the next one serves
         for running in [running for running in self._running if running.job.request_id in gone]:
             self._running.remove(running)
             self._finished.add(running.job.request_id)  # its pages may be freed now
@@ -220,7 +251,11 @@ class BlendWorker:
         """Let vLLM compute this request by itself."""
         job = running.job
         running.report = {"error": f"{type(error).__name__}: {error}"}
+        if isinstance(error, _VerifyingError):
+            running.report = {"error": str(error), "verify": error.tokens}
         self._failed_pages.update(job.block_ids[job.cached_tokens // self._block_size :])
+        if isinstance(error, _VerifyingError):
+            return
         self.stats.count_request("failed")
         kind = type(error).__name__
         if kind not in self._told:
@@ -241,6 +276,12 @@ class BlendWorker:
 
     def _work(self, running: _Running) -> Work:
         job, request = running.job, running.job.request
+        if self._broken:
+            raise ConnectorError(self._broken)
+        if not self._is_verified and self._verifying is None and not request.warm:
+            ids = request.layout.token_ids[: min(request.blend_tokens, _VERIFIED_TOKENS)]
+            self._verifying = (job.request_id, (yield from self._exact(ids)))
+            raise _VerifyingError(len(ids))
         self.stats.time("load", [time.perf_counter() - running.started])
         self._count_lookups(running.chunks)
         if request.warm:
@@ -335,12 +376,16 @@ class BlendWorker:
         hot = self._contexts.find(context_ids)
         if hot and hot.length == len(context_ids):
             return hot
-        layout = PromptLayout(context_ids, (Segment(SegmentKind.PREFIX, 0, len(context_ids), ""),))
-        plan = BlendPlan.of(layout, {}, RecomputePolicy(ratio=0.0))
-        [result] = yield from blend_in_steps(self.decoder, [plan], self._max_rows)
-        context = result.kv.leading(len(context_ids))
+        context = yield from self._exact(context_ids)
         self._contexts.add(context_ids, context)
         return context
+
+    def _exact(self, token_ids: tuple[int, ...]) -> Generator[int | None, None, HotKV]:
+        """Exact KV of the beginning of a prompt."""
+        layout = PromptLayout(token_ids, (Segment(SegmentKind.PREFIX, 0, len(token_ids), ""),))
+        plan = BlendPlan.of(layout, {}, RecomputePolicy(ratio=0.0))
+        [result] = yield from blend_in_steps(self.decoder, [plan], self._max_rows)
+        return result.kv.leading(len(token_ids))
 
     def _count_lookups(self, chunks: Sequence[_Chunk]) -> None:
         for chunk in chunks:

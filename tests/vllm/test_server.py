@@ -25,7 +25,10 @@ BORDER = "<chunk-border>"
 def url(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    transfer = {**CONNECTOR, "kv_connector_extra_config": {"separator": BORDER, "namespace": "tenant"}}
+    transfer = {
+        **CONNECTOR,
+        "kv_connector_extra_config": {"separator": BORDER, "namespace": "tenant", "verify_first": True},
+    }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2)]
     command += ["--served-model-name", "smollm2", "--dtype", "float32", "--max-model-len", "2048"]
     command += ["--block-size", "32", "--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
@@ -130,3 +133,8 @@ def test_metrics_are_on_the_servers_page(url: str) -> None:
         assert re.search(rf"^vllm:blend_rag_{name}_total{{.*}} [1-9]", page, re.MULTILINE), name
     assert re.search(r'^vllm:blend_rag_seconds_count{.*phase="blend".*} [1-9]', page, re.MULTILINE)
     assert re.search(r'^vllm:blend_rag_requests_total{.*outcome="blended".*} [1-9]', page, re.MULTILINE)
+
+
+def test_the_first_request_was_compared_with_what_vllm_computes(url: str) -> None:
+    page = httpx.get(f"{url}/metrics").text
+    assert re.search(r'^vllm:blend_rag_requests_total{.*outcome="verified".*} 1', page, re.MULTILINE)

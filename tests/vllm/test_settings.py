@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from blend_rag.blend.plan import HotKV
 from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.errors import ConnectorError, PromptError
 from blend_rag.layout import SegmentKind
@@ -15,6 +17,7 @@ from blend_rag.vllm.decoder import _check_attention
 from blend_rag.vllm.messages import ANY_PAGE, Job, StepNews
 from blend_rag.vllm.request import BlendRequest, BorderFinder, RequestParser, request_parameters
 from blend_rag.vllm.scheduler import BlendScheduler, _pages_filled
+from blend_rag.vllm.self_check import kv_difference
 from blend_rag.vllm.settings import BlendSettings
 from tests.vllm.models import bare_layout
 
@@ -273,3 +276,12 @@ def test_the_same_blend_waits_for_the_one_under_way_and_a_failed_one_is_not_trie
     assert half.matched_tokens(first, 0) == (0, False)
     assert half.matched_tokens(second, 0) == (59, True)
     assert half.finished(first) == {"blend_rag": {"error": "broken"}}
+
+
+def test_other_kv_than_vllms_is_noticed() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers = tuple(torch.randn(2, 9, 8, generator=generator) for _ in range(4))
+    right = HotKV(9, layers[:2], layers[2:])
+    assert kv_difference(right, right) == 0
+    wrong = HotKV(9, (layers[0], layers[1].roll(1, dims=1)), layers[2:])
+    assert kv_difference(wrong, right) > 0.5
