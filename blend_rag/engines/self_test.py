@@ -9,11 +9,11 @@ import torch
 from blend_rag.blend.passes import blend, compute_chunk_kv
 from blend_rag.blend.plan import BlendPlan, Hit
 from blend_rag.blend.policy import RecomputePolicy
+from blend_rag.blend.sample import sample_layout
 from blend_rag.engines.decoder import TransformersDecoder
 from blend_rag.errors import SelfTestError
 from blend_rag.layout import PromptLayout, Segment, SegmentKind
 
-_SIZES = (("prefix", 12), ("chunk", 20), ("chunk", 20), ("question", 8))
 _NOISE_FACTOR = 10.0
 
 
@@ -45,7 +45,7 @@ def run_self_test(decoder: TransformersDecoder) -> SelfTestReport:
     Raises:
         SelfTestError: blending this model would give wrong answers.
     """
-    layout = _layout(decoder.model.config.vocab_size)
+    layout = sample_layout(decoder.model.config.vocab_size)
     ids = torch.tensor([layout.token_ids], device=decoder.device)
     plain = decoder.model(input_ids=ids, use_cache=False).logits[0, -1].float()
     noise = (_split_prefill(decoder, ids) - plain).abs().max().item()
@@ -97,13 +97,3 @@ def _split_prefill(decoder: TransformersDecoder, ids: torch.Tensor) -> torch.Ten
     first = decoder.model(input_ids=ids[:, :cut], use_cache=True)
     logits: torch.Tensor = decoder.model(input_ids=ids[:, cut:], cache=first.cache, use_cache=True).logits[0, -1]
     return logits.float()
-
-
-def _layout(vocabulary: int) -> PromptLayout:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (sum(size for _, size in _SIZES),), generator=generator).tolist()
-    segments, at = [], 0
-    for kind, size in _SIZES:
-        segments.append(Segment(SegmentKind(kind), at, at + size, ""))
-        at += size
-    return PromptLayout(tuple(ids), tuple(segments))

@@ -61,7 +61,8 @@ class BlendConnector(KVConnectorBase_V1):
                 model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
             )
             borders = BorderFinder(self._settings.separator, lambda token_id: str(tokenizer.decode([token_id])))
-        parser = RequestParser(self._settings, borders, vllm_config.model_config.max_model_len)
+        model_config = vllm_config.model_config
+        parser = RequestParser(self._settings, borders, model_config.max_model_len, model_config.get_vocab_size())
         return BlendScheduler(
             self._settings, parser, self._block_size, bool(vllm_config.cache_config.enable_prefix_caching)
         )

@@ -142,13 +142,17 @@ class RequestParser:
     Args:
         settings: the server's.
         borders: finds separators in prompts without segments; None looks for none.
-        max_model_len: bound on context ids.
+        max_model_len: bound on positions.
+        vocabulary: bound on token ids.
     """
 
-    def __init__(self, settings: BlendSettings, borders: BorderFinder | None, max_model_len: int) -> None:
+    def __init__(
+        self, settings: BlendSettings, borders: BorderFinder | None, max_model_len: int, vocabulary: int
+    ) -> None:
         self._settings = settings
         self._borders = borders
         self._max_model_len = max_model_len
+        self._vocabulary = vocabulary
 
     def parse(self, token_ids: Sequence[int], params: Mapping[str, Any] | None) -> BlendRequest | None:
         """What to blend; None for a request that asks for nothing and holds no chunks.
@@ -170,7 +174,20 @@ class RequestParser:
             if warm:
                 raise ConnectorError("there is no chunk to warm: name the prompt's segments")
             return None
+        self._check_positions(layout)
         return BlendRequest(layout, replace(policy, ratio=0.0) if warm else policy, namespace, warm)
+
+    def _check_positions(self, layout: PromptLayout) -> None:
+        """Refuse what would need positions beyond the model's: RoPE tables end there.
+
+        Chunks are computed behind their context, and a question that stands before a chunk is repeated at the end.
+        """
+        chunks = layout.of_kind(SegmentKind.CHUNK)
+        questions = layout.of_kind(SegmentKind.QUESTION)
+        behind = len(layout.context_ids) + max(map(len, chunks))
+        echo = sum(map(len, questions)) if questions and questions[0].start < chunks[-1].end else 0
+        if max(behind, len(layout) + echo) > self._max_model_len:
+            raise ConnectorError(f"blending needs more than the {self._max_model_len} positions of this model")
 
     def _layout(self, token_ids: tuple[int, ...], given: Mapping[str, Any]) -> PromptLayout | None:
         if "segments" in given:
@@ -212,8 +229,8 @@ class RequestParser:
             return token_ids[: segments[0].end] if segments[0].kind is SegmentKind.PREFIX else ()
         if not isinstance(given, (list, tuple)) or len(given) >= self._max_model_len:
             raise ConnectorError("context_ids is no list of token ids that fits into the model's context")
-        if any(isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0 for token_id in given):
-            raise ConnectorError("context_ids holds something that is no token id")
+        if not all(type(token_id) is int and 0 <= token_id < self._vocabulary for token_id in given):
+            raise ConnectorError("context_ids holds something that is no token id of this model")
         return tuple(given)
 
     def _separated(self, token_ids: tuple[int, ...], spans: Sequence[tuple[int, int]]) -> PromptLayout | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from blend_rag.errors import ConnectorError
+from blend_rag.errors import BlendRagError, ConnectorError
 from blend_rag.vllm.messages import ANY_PAGE, Job, Report, StepNews, StepOrders, Verification
 from blend_rag.vllm.metrics import BlendStats
 from blend_rag.vllm.request import BlendRequest, RequestParser, namespace_salt
@@ -66,14 +66,15 @@ class BlendScheduler:
         params = request.kv_transfer_params
         if self._settings.namespace:
             _salt(request.block_hashes, 0, namespace_salt(self._settings.namespace))
-        blend = self._parse(request, params)
-        if blend is None:
+        tracked = self._parse(request, params)
+        if tracked is None:
             return
-        tracked = _Tracked(blend, blend.salt())
+        blend = tracked.request
         self._tracked[request.request_id] = tracked
         _salt(request.block_hashes, blend.first_chunk // self._block_size, tracked.salt)
 
-    def _parse(self, request: Any, params: Mapping[str, Any] | None) -> BlendRequest | None:
+    def _parse(self, request: Any, params: Mapping[str, Any] | None) -> _Tracked | None:
+        """What to blend; None, and never an exception, for whatever cannot be."""
         obstacle = _obstacle(request)
         try:
             if params is not None and not isinstance(params, Mapping):
@@ -84,13 +85,14 @@ class BlendScheduler:
                     self._say_once(f"a request {_BYPASSES[obstacle]}: it runs as plain prefill")
                 return None
             blend = self._parser.parse(request.prompt_token_ids, params)
-        except ConnectorError as error:
-            self.stats.count_request("refused")
-            self._say_once(f"parameters of a request are refused ({error}): it runs as plain prefill")
-            return None
-        if blend and blend.blend_tokens < 1:
-            return None
-        return blend
+            return _Tracked(blend, blend.salt()) if blend and blend.blend_tokens else None
+        except BlendRagError as error:
+            message = str(error)
+        except Exception as error:  # a client must not be able to stop the engine
+            message = f"{type(error).__name__}: {error}"
+        self.stats.count_request("refused")
+        self._say_once(f"parameters of a request are refused ({message}): it runs as plain prefill")
+        return None
 
     def matched_tokens(self, request: Any, cached_tokens: int) -> tuple[int | None, bool]:
         """Tokens the blend will supply beyond those vLLM's cache holds; None to be asked again later."""

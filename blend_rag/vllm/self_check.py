@@ -11,12 +11,12 @@ from blend_rag.blend.decoder import LayerInputs, rotate
 from blend_rag.blend.passes import blend, compute_chunk_kv
 from blend_rag.blend.plan import BlendPlan, Hit, HotKV
 from blend_rag.blend.policy import FULL_PREFILL, RecomputePolicy
+from blend_rag.blend.sample import sample_layout
 from blend_rag.errors import SelfTestError
 from blend_rag.kv import ChunkKV
-from blend_rag.layout import PromptLayout, Segment, SegmentKind
+from blend_rag.layout import SegmentKind
 from blend_rag.vllm.decoder import VLLMDecoder
 
-_SIZES = (("prefix", 12), ("chunk", 20), ("chunk", 20), ("question", 8))
 _OFFSET = 37
 NOISE_FACTOR = 10.0
 
@@ -48,7 +48,7 @@ def check_blending(decoder: VLLMDecoder, vocabulary: int) -> SelfCheck:
     Raises:
         SelfTestError: blending this model would give wrong answers.
     """
-    layout = _layout(vocabulary)
+    layout = sample_layout(vocabulary)
     full = blend(decoder, [BlendPlan.of(layout, {}, FULL_PREFILL)])[0].last_hidden.float()
     halves = blend(decoder, [BlendPlan.of(layout, {}, FULL_PREFILL)], max_rows=len(layout) // 2)[0].last_hidden
     chunks = layout.of_kind(SegmentKind.CHUNK)
@@ -119,13 +119,3 @@ def kv_difference(left: HotKV, right: HotKV) -> float:
 def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
     left, right = left.float(), right.float()
     return float((left - right).abs().max() / right.abs().max().clamp_min(1e-30))
-
-
-def _layout(vocabulary: int) -> PromptLayout:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (sum(size for _, size in _SIZES),), generator=generator).tolist()
-    segments, at = [], 0
-    for kind, size in _SIZES:
-        segments.append(Segment(SegmentKind(kind), at, at + size, ""))
-        at += size
-    return PromptLayout(tuple(ids), tuple(segments))

@@ -149,7 +149,7 @@ def test_attention_that_cannot_be_blended_is_refused(changes: dict[str, Any], wo
 
 
 def parser(borders: BorderFinder | None = None, **given: Any) -> RequestParser:
-    return RequestParser(BlendSettings.of(given), borders, 1000)
+    return RequestParser(BlendSettings.of(given), borders, 1000, 512)
 
 
 def letters(text: str) -> tuple[list[int], BorderFinder]:
@@ -241,7 +241,7 @@ def arriving(name: str, layout: Any, **params: Any) -> Any:
 
 def scheduler(**given: Any) -> BlendScheduler:
     settings = BlendSettings.of(given)
-    return BlendScheduler(settings, RequestParser(settings, None, 1000), 8, True)
+    return BlendScheduler(settings, RequestParser(settings, None, 1000, 512), 8, True)
 
 
 LAYOUT = bare_layout([("prefix", 20), ("chunk", 30), ("question", 10)])
@@ -285,3 +285,27 @@ def test_other_kv_than_vllms_is_noticed() -> None:
     assert kv_difference(right, right) == 0
     wrong = HotKV(9, (layers[0], layers[1].roll(1, dims=1)), layers[2:])
     assert kv_difference(wrong, right) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (LAYOUT, {"context_ids": [5, 512]}),  # no such token
+        (LAYOUT, {"context_ids": [10**30]}),
+        (LAYOUT, {"context_ids": [3] * 980}),  # the chunk behind it would end beyond the last position
+        (bare_layout([("question", 600), ("chunk", 300), ("question", 10)]), {}),  # so would the question, repeated
+    ],
+)
+def test_nothing_is_read_beyond_the_models_tables(layout: Any, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConnectorError, match=r"no token id|positions"):
+        parser().parse(layout.token_ids, {**request_parameters(layout), **changes})
+
+
+@pytest.mark.parametrize("params", [7, {"segments": {"a": 1}}, {"segments": [[[], 1]]}, {"seed": 1, "schedule": 5}])
+def test_no_parameters_stop_the_engine(params: Any) -> None:
+    half = scheduler(window=16)
+    request = arriving("a", LAYOUT)
+    request.kv_transfer_params = params
+    half.on_new_request(request)
+    assert half.matched_tokens(request, 0) == (0, False)
+    assert half.stats.data["requests"] == {"refused": 1}
