@@ -137,7 +137,7 @@ def cramped(smollm2: Path) -> Iterator[Served]:
     """Small steps, few pages, no prefix caching: prefills are split, requests preempted."""
     served = Served(
         smollm2,
-        {"host_bytes": "100MB"},
+        {"host_bytes": "20MB"},
         max_num_batched_tokens=256,
         max_model_len=1024,
         num_gpu_blocks_override=64,

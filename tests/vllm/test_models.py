@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.vllm.models import bare_layout, make_model
 from tests.vllm.serving import Answer, Served, ask_of, assert_same, far_apart
@@ -44,6 +45,25 @@ def check(served: Served) -> Answer:
     return served.ask(ask_of(SECOND, ratio=0.3), **ASKING)[0]
 
 
+def scale_weights(model: torch.nn.Module) -> None:
+    """What a trainer does between two rounds, as far as a cache can tell."""
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+
+
+def check_new_weights(served: Served) -> None:
+    """After a reset KV in memory is gone, and KV of other weights is never met."""
+    served.llm.reset_prefix_cache(reset_connector=True)
+    [found] = served.ask(ask_of(SECOND, ratio=0.3), **ASKING)
+    assert {chunk["tier"] for chunk in found.report["chunks"]} == {"store"}
+    served.llm.apply_model(scale_weights)
+    served.llm.reset_prefix_cache(reset_connector=True)
+    [plain] = served.ask(SECOND.token_ids, **ASKING)
+    [found] = served.ask(ask_of(SECOND, ratio=0.3), **ASKING)
+    assert found.report["misses"] == {"other model": 3}
+    assert_same(found, plain)  # all of it is computed
+
+
 def test_every_architecture_is_exact_at_full_ratio(tiny: tuple[str, Served]) -> None:
     name, served = tiny
     PARTIAL[name] = check(served)
@@ -64,3 +84,4 @@ def test_one_rank_warms_two(folders: dict[str, Path], monkeypatch: pytest.Monkey
         [new] = served.ask(ask_of(other, ratio=1.0), **ASKING)
         assert_same(new, plain)
         check(served)
+        check_new_weights(served)

@@ -68,3 +68,15 @@ def test_aborted_requests_leave_nothing_behind(
     layout = prompts.build(passages=texts[3:6], question="Which one?")
     [found] = cramped.ask(ask_of(layout, ratio=1.0))
     assert_same(found, plain.ask(layout.token_ids)[0])
+
+
+def test_a_chunk_larger_than_host_memory_is_computed_every_time(
+    plain: Served, cramped: Served, prompts: PromptBuilder, texts: list[str]
+) -> None:
+    passage = "\n".join(texts[20:29])  # about 900 tokens, 20 MB of KV
+    for question in ("What?", "Why?"):
+        layout = prompts.build(passages=[passage], question=question)
+        [found] = cramped.ask(ask_of(layout, ratio=0.0))
+        assert found.report["misses"] == {"never warmed": 1}
+        assert_same(found, plain.ask(layout.token_ids)[0])
+        cramped.settle()
