@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from types import FrameType
 from typing import Any
@@ -14,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.logger import init_logger
 
 from blend_rag.errors import ConnectorError
 from blend_rag.vllm.checks import check_config
@@ -24,7 +24,7 @@ from blend_rag.vllm.scheduler import BlendScheduler
 from blend_rag.vllm.settings import BlendSettings
 from blend_rag.vllm.worker import BlendWorker
 
-logger = logging.getLogger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, so that it is shown
 
 
 class BlendConnector(KVConnectorBase_V1):

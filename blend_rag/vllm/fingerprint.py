@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 
 from blend_rag.folders import cache_folder
 from blend_rag.vllm.decoder import VLLMDecoder
 
-logger = logging.getLogger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, so that it is shown
 
 _PATTERNS = ("*.safetensors", "*.gguf")
 _BLOCK = 1 << 22

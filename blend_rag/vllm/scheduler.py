@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from vllm.logger import init_logger
 
 from blend_rag.errors import BlendRagError, ConnectorError
 from blend_rag.vllm.messages import ANY_PAGE, Job, Report, StepNews, StepOrders, Verification
@@ -14,7 +15,7 @@ from blend_rag.vllm.metrics import BlendStats
 from blend_rag.vllm.request import BlendRequest, RequestParser, namespace_salt
 from blend_rag.vllm.settings import BlendSettings
 
-logger = logging.getLogger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, so that it is shown
 
 _BYPASSES = {
     "prompt_logprobs": "asks for log-probabilities of the prompt",

@@ -6,7 +6,6 @@ requests that need it and nothing else. Each rank keeps its own heads in memory;
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from vllm.logger import init_logger
 
 from blend_rag.blend.decoder import AttentionShape
 from blend_rag.engines.keeper import ChunkKeeper
@@ -22,7 +22,7 @@ from blend_rag.kv import STORE_DTYPES, ChunkKey, ChunkKV
 from blend_rag.stores import KVStore, MemoryStore, MissReason
 from blend_rag.vllm.decoder import VLLMDecoder
 
-logger = logging.getLogger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, so that it is shown
 
 GPU, HOST, STORE = "gpu", "host", "store"
 _THREADS = 8
@@ -84,6 +84,7 @@ class WorkerTiers:
         self.dtype = STORE_DTYPES[dtype]
         self._total_kv_heads = total_kv_heads
         self._timeout_s = timeout_s
+        self._gpu_bytes = gpu_bytes
         self._gpu = MemoryStore(gpu_bytes) if gpu_bytes else None  # where the model runs
         self._host = MemoryStore(host_bytes) if host_bytes else None
         self._store = store
@@ -178,11 +179,17 @@ class WorkerTiers:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def promote(self, query: Query, kv: ChunkKV) -> None:
-        """Keep a copy of KV from host memory on the GPU, for the next request."""
-        if self._gpu and self.key(query) not in self._gpu:
-            data = kv.data.to(self._decoder.device, non_blocking=True)
-            self._remember(self._gpu, self.key(query), ChunkKV(data))
+    @property
+    def has_gpu(self) -> bool:
+        """Whether there is a tier where the model runs."""
+        return self._gpu is not None
+
+    def promote(self, query: Query, kv: ChunkKV) -> bool:
+        """Keep a copy of KV from host memory on the GPU; whether it was not there yet."""
+        if self._gpu is None or kv.nbytes > self._gpu_bytes or self.key(query) in self._gpu:
+            return False
+        self._remember(self._gpu, self.key(query), ChunkKV(kv.data.to(self._decoder.device, non_blocking=True)))
+        return True
 
     @staticmethod
     def _remember(tier: MemoryStore | None, key: ChunkKey, kv: ChunkKV, documents: Iterable[str] = ()) -> None:

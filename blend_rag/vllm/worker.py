@@ -7,7 +7,6 @@ and decide alike: what depends on a rank's own memory or clock is agreed on firs
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 
 from blend_rag.blend.passes import BlendResult, blend_in_steps, compute_chunk_kv
 from blend_rag.blend.plan import BlendPlan, Hit, HotKV
@@ -36,7 +36,7 @@ from blend_rag.vllm.self_check import NOISE_FACTOR, SelfCheck, check_blending, k
 from blend_rag.vllm.settings import BlendSettings
 from blend_rag.vllm.tiers import Found, Lookup, Query, WorkerTiers
 
-logger = logging.getLogger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, so that it is shown
 
 Work = Generator[int | None, None, None]
 """A job under way: yields how many tokens went through the model, or None where it has to wait for the next step."""
@@ -196,7 +196,7 @@ class BlendWorker:
         if all(self.decoder.all_agree([worst <= allowed])):
             self._is_verified = True
             self.stats.count_request("verified")
-            logger.warning("blending is verified on a request: KV differs by %.2g, %.2g is allowed", worst, allowed)
+            logger.info("blending is verified on a request: KV differs by %.2g, %.2g is allowed", worst, allowed)
         else:
             self._broken = f"KV of a request differs from vLLM's by {worst:.2g}, {allowed:.2g} is allowed"
             logger.error("nothing is blended any more: %s", self._broken)
@@ -299,12 +299,12 @@ class BlendWorker:
         running.report = _report(job, plan, result, running.chunks)
         for outcome, count in running.report["tokens"].items():
             self.stats.add("tokens", outcome, count)
-        for chunk in running.chunks:
-            if chunk.found and chunk.query:
-                self.tiers.promote(chunk.query, chunk.found.kv)
         new = [chunk.queries[0] for chunk in running.chunks if chunk.found is None]
         if new:
             self._later.append(self._keep(new))
+        used = [(chunk.query, chunk.found.kv) for chunk in running.chunks if chunk.found and chunk.query]
+        if used and self.tiers.has_gpu:
+            self._later.append(self._promote(used))
 
     def _read_cached(self, job: Job) -> HotKV | None:
         """K and V of the exact leading tokens that vLLM's cache holds."""
@@ -342,6 +342,12 @@ class BlendWorker:
         """Compute and keep chunks that were new to an answered request, unless they are there by now."""
         absent = self.decoder.all_agree([not self.tiers.in_memory(query) for query in queries])
         yield from self._compute([query for query, is_absent in zip(queries, absent, strict=True) if is_absent], [])
+
+    def _promote(self, used: Sequence[tuple[Query, ChunkKV]]) -> Work:
+        """Copy chunks that a request found in slower tiers to the GPU tier, for the next one."""
+        for query, kv in used:
+            if self.tiers.promote(query, kv):
+                yield 0
 
     def _compute(
         self, queries: Iterable[Query], kept: list[Future[str | None]]
