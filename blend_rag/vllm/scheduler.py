@@ -86,7 +86,10 @@ class BlendScheduler:
                     self._say_once(f"a request {_BYPASSES[obstacle]}: it runs as plain prefill")
                 return None
             blend = self._parser.parse(request.prompt_token_ids, params)
-            return _Tracked(blend, blend.salt()) if blend and blend.blend_tokens else None
+            if blend is None or not blend.blend_tokens:
+                return None
+            # warming looks at the stores every time: pages of an earlier warming must not answer for them
+            return _Tracked(blend, blend.salt() + request.request_id.encode() if blend.warm else blend.salt())
         except BlendRagError as error:
             message = str(error)
         except Exception as error:  # a client must not be able to stop the engine
@@ -101,12 +104,10 @@ class BlendScheduler:
         if tracked is None or tracked.failed or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
         blend = tracked.request
-        if cached_tokens >= blend.chunks_end and not blend.warm:  # an identical blend is cached; what is left is exact
+        if cached_tokens >= blend.chunks_end:  # an identical blend is cached; what is left is exact
             if not tracked.report:
                 self.stats.count_request("cached")
                 tracked.report = _cached_report(blend, cached_tokens)
-            return 0, False
-        if cached_tokens >= blend.blend_tokens:
             return 0, False
         if self._caches_prefixes and self._under_way.get(tracked.salt, request.request_id) != request.request_id:
             return None, False  # the same blend is under way: wait and share its pages

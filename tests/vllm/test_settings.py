@@ -309,3 +309,11 @@ def test_no_parameters_stop_the_engine(params: Any) -> None:
     half.on_new_request(request)
     assert half.matched_tokens(request, 0) == (0, False)
     assert half.stats.data["requests"] == {"refused": 1}
+
+
+def test_warming_again_is_not_answered_by_pages() -> None:
+    half = scheduler()
+    first, second = arriving("a", LAYOUT, warm=True), arriving("b", LAYOUT, warm=True)
+    half.on_new_request(first)
+    half.on_new_request(second)
+    assert not set(first.block_hashes[2:]) & set(second.block_hashes[2:])
