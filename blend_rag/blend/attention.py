@@ -146,7 +146,6 @@ class MassMeter:
         device: torch.device,
     ) -> None:
         self._rows = CausalRows.of(positions, key_positions, device)
-        self._askers = CausalRows.of(positions[asking], key_positions, device)
         self._asking = asking.to(device)
         self._scale = scale
         self._mass: torch.Tensor | None = None  # [kv_heads, or 1 where heads are summed at once; keys], float32
@@ -157,7 +156,8 @@ class MassMeter:
         if not count or kernels is None:
             out = position_attention(query, keys, values, self._rows, self._scale)
             if count:
-                found = attention_mass(query[self._asking], keys, self._askers, self._scale)
+                askers = self._rows.positions[self._asking]
+                found = attention_mass(query[self._asking], keys, askers, self._rows.key_positions, self._scale)
                 self._mass = found[None] if self._mass is None else self._mass.add_(found)
             return out
         if self._mass is None:
@@ -173,15 +173,23 @@ class MassMeter:
         return self._mass.sum(0)
 
 
-def attention_mass(query: torch.Tensor, keys: torch.Tensor, rows: CausalRows, scale: float) -> torch.Tensor:
+def attention_mass(
+    query: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, key_positions: torch.Tensor, scale: float
+) -> torch.Tensor:
     """Softmax attention each key receives, summed over rows and heads, in float32: [keys].
 
-    For a few rows only (a question's tokens): the probabilities are written out. Arguments as in
-    `position_attention`.
+    For a few rows only (a question's tokens): the probabilities are written out.
+
+    Args:
+        query: rotated, [rows, heads, head_dim].
+        keys: rotated, [kv_heads, keys, head_dim]; heads are grouped over kv_heads.
+        positions: of the rows, [rows].
+        key_positions: of the keys, [keys].
+        scale: multiplies query-key products.
     """
     count, heads, head_dim = query.shape
     kv_heads, total, _ = keys.shape
     grouped = query.float().transpose(0, 1).reshape(kv_heads, heads // kv_heads * count, head_dim)
     scores = torch.bmm(grouped, keys.float().transpose(1, 2)).view(heads, count, total) * scale
-    hidden = rows.key_positions[None, :] > rows.positions[:, None]
+    hidden = key_positions[None, :] > positions[:, None]
     return scores.masked_fill_(hidden, float("-inf")).softmax(-1).sum((0, 1))

@@ -167,59 +167,70 @@ def add_mass(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "first"])
 def _place_kernel(
-    stored, cos, sin, positions, keys, values,
-    tokens, stored_layer, stored_side, stored_token, key_layer, key_head, value_layer, value_head,
-    HALF: tl.constexpr, TOKENS: tl.constexpr,
+    table, cos, sin, keys, values,
+    tokens, first, key_layer, key_head, value_layer, value_head,
+    HALF: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)
-    stored += layer * stored_layer
     keys += layer * key_layer
     values += layer * value_layer
-    half = tl.arange(0, HALF)
-    is_token = (token < tokens)[:, None]
-    position = tl.load(positions + token, mask=token < tokens, other=0)
+    half = tl.arange(0, PADDED)
+    is_token = token < tokens
+    address = tl.multiple_of(tl.load(table + token, mask=is_token, other=0), 16)
+    layer_stride = tl.multiple_of(tl.load(table + tokens + token, mask=is_token, other=0), 8)
+    side_stride = tl.multiple_of(tl.load(table + 2 * tokens + token, mask=is_token, other=0), 8)
+    position = tl.load(table + 3 * tokens + token, mask=is_token, other=0)
+    is_number = is_token[:, None] & (half < HALF)[None, :]
     angle = token[:, None] * (2 * HALF) + half[None, :]
-    c = tl.load(cos + angle, mask=is_token, other=0.0)
-    s = tl.load(sin + angle, mask=is_token, other=0.0)
-    source = stored + token[:, None] * stored_token + head * (2 * HALF) + half[None, :]
-    first = tl.load(source, mask=is_token, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=is_token, other=0.0).to(tl.float32)
+    c = tl.load(cos + angle, mask=is_number, other=0.0)
+    s = tl.load(sin + angle, mask=is_number, other=0.0)
+    offset = (first + layer) * layer_stride + head * (2 * HALF)
+    source = address.to(tl.pointer_type(TYPE))[:, None] + offset[:, None] + half[None, :]
+    one = tl.load(source, mask=is_number, other=0.0).to(tl.float32)
+    other = tl.load(source + HALF, mask=is_number, other=0.0).to(tl.float32)
     place = keys + head * key_head + position[:, None] * (2 * HALF) + half[None, :]
-    tl.store(place, (first * c - second * s).to(keys.dtype.element_ty), mask=is_token)
-    tl.store(place + HALF, (second * c + first * s).to(keys.dtype.element_ty), mask=is_token)
+    tl.store(place, (one * c - other * s).to(keys.dtype.element_ty), mask=is_number)
+    tl.store(place + HALF, (other * c + one * s).to(keys.dtype.element_ty), mask=is_number)
     place = values + head * value_head + position[:, None] * (2 * HALF) + half[None, :]
-    v = tl.load(source + stored_side, mask=is_token, other=0.0)
-    tl.store(place, v.to(values.dtype.element_ty), mask=is_token)
-    v = tl.load(source + stored_side + HALF, mask=is_token, other=0.0)
-    tl.store(place + HALF, v.to(values.dtype.element_ty), mask=is_token)
+    source += side_stride[:, None]
+    v = tl.load(source, mask=is_number, other=0.0)
+    tl.store(place, v.to(values.dtype.element_ty), mask=is_number)
+    v = tl.load(source + HALF, mask=is_number, other=0.0)
+    tl.store(place + HALF, v.to(values.dtype.element_ty), mask=is_number)
+
+
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 def place_stored(
-    stored: torch.Tensor,
+    table: torch.Tensor,
+    dtype: torch.dtype,
+    first: int,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    positions: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Rotate stored K of some layers in float32 and put K and V to their positions.
+    """Rotate stored K of some layers in float32 and put K and V to their positions, from wherever they lie.
 
     Args:
-        stored: un-rotated K and V, [layers, 2, tokens, kv_heads, head_dim], contiguous.
+        table: for every token its K's address in the first stored layer, the distances to the next layer's K and to
+            its own V in numbers, and where it goes, [4, tokens], int64, contiguous. Heads and their numbers follow
+            each other there.
+        dtype: of the stored numbers.
+        first: stored layer that the first of `keys` is.
         cos, sin: [tokens, head_dim], float32, contiguous.
-        positions: where each token goes, [tokens].
         keys, values: [layers, kv_heads, prompt tokens, head_dim], contiguous; written.
     """
-    layers, _, tokens, heads, dim = stored.shape
-    block = 16
+    layers, heads, _, dim = keys.shape
+    tokens, block = table.shape[1], 16
     grid: Any = (triton.cdiv(tokens, block), heads, layers)
     _place_kernel[grid](
-        stored, cos, sin, positions, keys, values,
-        tokens, stored.stride(0), stored.stride(1), stored.stride(2),
-        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        HALF=dim // 2, TOKENS=block, num_warps=4,
+        table, cos, sin, keys, values,
+        tokens, first, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        HALF=dim // 2, PADDED=triton.next_power_of_2(dim // 2), TOKENS=block, TYPE=_TYPES[dtype], num_warps=4,
     )  # fmt: skip

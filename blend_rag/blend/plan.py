@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from blend_rag.blend.policy import RecomputePolicy
@@ -123,38 +124,39 @@ class BlendPlan:
             for index, hit in sorted(hits.items())
             if layout.segments[index].end > hot_length
         )
-        is_computed = torch.ones(total, dtype=torch.bool)
+        # numpy: these arrays are so small that starting torch's threads would take most of the time
+        is_computed = np.ones(total, dtype=bool)
         is_computed[:hot_length] = False
-        is_approximate = torch.zeros(total, dtype=torch.bool)
-        is_candidate = torch.zeros(total, dtype=torch.bool)
-        offsets = torch.zeros(total, dtype=torch.int64)
+        is_approximate = np.zeros(total, dtype=bool)
+        is_candidate = np.zeros(total, dtype=bool)
+        offsets = np.zeros(total, dtype=np.int64)
         for span in spans:
             is_computed[span.start : span.end] = False
             is_approximate[span.start : span.end] = not span.exact
             is_candidate[span.start : span.end] = not span.exact or (span.chunk and policy.ratio == 1.0)
-            offsets[span.start : span.end] = torch.arange(span.skip, span.kv.num_tokens)
+            offsets[span.start : span.end] = np.arange(span.skip, span.kv.num_tokens)
         is_computed[-1], is_candidate[-1] = True, False  # the first answer token needs its hidden state
-        is_unseen = torch.zeros(total, dtype=torch.bool)
+        is_unseen = np.zeros(total, dtype=bool)
         for segment in layout.of_kind(SegmentKind.CHUNK):
             is_unseen[segment.start : segment.end] = is_computed[segment.start : segment.end]
         is_unseen[-1] = False
         # chunks count whether hot or not: what the engine happens to hold must not change an answer
         known = [layout.segments[index] for index in hits]
         reused_chunk_tokens = sum(len(segment) for segment in known if segment.kind is SegmentKind.CHUNK)
-        candidates = is_candidate.nonzero()[:, 0]
-        approximate = is_approximate.nonzero()[:, 0]
+        candidates = np.flatnonzero(is_candidate)
+        approximate = np.flatnonzero(is_approximate)
         return cls(
-            token_ids=torch.tensor(layout.token_ids, dtype=torch.int64),
+            token_ids=torch.from_numpy(np.array(layout.token_ids, dtype=np.int64)),
             policy=policy,
             spans=spans,
             hot=hot,
-            computed=is_computed.nonzero()[:, 0],
-            candidates=candidates,
-            unseen=is_unseen.nonzero()[:, 0],
+            computed=torch.from_numpy(np.flatnonzero(is_computed)),
+            candidates=torch.from_numpy(candidates),
+            unseen=torch.from_numpy(np.flatnonzero(is_unseen)),
             guidance=_guidance(layout),
             budget=min(round(policy.ratio * reused_chunk_tokens), len(candidates)),
             exact_length=int(approximate[0]) if len(approximate) else total,
-            chunk_offsets=offsets[candidates],
+            chunk_offsets=torch.from_numpy(offsets[candidates]),
         )
 
 
@@ -163,7 +165,7 @@ def _span(layout: PromptLayout, index: int, hit: Hit, policy: RecomputePolicy, h
     if hit.kv.num_tokens != len(segment):
         msg = f"stored KV has {hit.kv.num_tokens} tokens, its segment has {len(segment)}"
         raise ValueError(msg)
-    exact = layout.token_ids[: segment.start] == hit.context_ids
+    exact = segment.start == len(hit.context_ids) and layout.token_ids[: segment.start] == hit.context_ids
     skip = max(0, hot_length - segment.start)
     computed_at = len(hit.context_ids)  # the position its first token had when it was computed
     return CachedSpan(

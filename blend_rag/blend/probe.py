@@ -84,14 +84,17 @@ class Probe:
         """
         plan, device = self.plan, self.decoder.device
         last = self.decoder.shape.layers - 1 if last_layer is None else min(last_layer, self.decoder.shape.layers - 1)
-        real = plan.computed[~torch.isin(plan.computed, plan.unseen)]
+        real, seen, asked = plan.computed, torch.arange(len(plan)), plan.candidates
+        if len(plan.unseen):
+            real = real[~torch.isin(real, plan.unseen)]
+            known = torch.ones(len(plan), dtype=torch.bool)
+            known[plan.unseen] = False
+            seen = known.nonzero()[:, 0]
+            asked = torch.searchsorted(seen, asked)
         echo = plan.guidance[:0] if plan.question_is_last else plan.guidance
         rows = torch.cat([real, len(plan) + torch.arange(len(echo))])
         token_ids = torch.cat([plan.token_ids[real], plan.token_ids[echo]])
         asking = torch.arange(len(real), len(rows)) if len(echo) else torch.searchsorted(real, plan.guidance)
-        known = torch.ones(len(plan), dtype=torch.bool)
-        known[plan.unseen] = False
-        seen = known.nonzero()[:, 0]
         key_positions = torch.cat([seen, rows[len(real) :]])
         meter = MassMeter(rows, key_positions, asking, self.decoder.shape.scale, device)
         fresh = real.to(device)
@@ -102,8 +105,7 @@ class Probe:
             return meter.attend(inputs.query, keys, values, count=inputs.layer >= first_layer)
 
         self.decoder.forward(token_ids, rows, attend, stop_after=last)
-        asked = torch.searchsorted(key_positions, plan.candidates).to(device)
-        return self.decoder.sum_over_ranks(meter.mass()[asked]).cpu()
+        return self.decoder.sum_over_ranks(meter.mass()[asked.to(device)]).cpu()
 
     def truth(self, score: Callable[[Deviation, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Sum over layers of `score(deviation, question's attention mass)` under full prefill, [candidates].
@@ -113,12 +115,12 @@ class Probe:
         plan = self.plan
         rows = torch.arange(len(plan))
         who = CausalRows.of(rows, rows, self.decoder.device)
-        askers = CausalRows.of(plan.guidance, rows, self.decoder.device)
+        askers, keys_at = plan.guidance.to(self.decoder.device), rows.to(self.decoder.device)
         total = torch.zeros(len(plan.candidates))
 
         def attend(inputs: LayerInputs) -> torch.Tensor:
             keys, values = inputs.key.transpose(0, 1), inputs.value.transpose(0, 1)
-            seen = attention_mass(inputs.query[plan.guidance], keys, askers, self.decoder.shape.scale)
+            seen = attention_mass(inputs.query[plan.guidance], keys, askers, keys_at, self.decoder.shape.scale)
             mass = self.decoder.sum_over_ranks(seen).cpu()
             deviation = self._deviation(inputs, plan.candidates, plan.candidates)
             total.add_(score(deviation, mass[plan.candidates]))

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from types import ModuleType
 
 import torch
 
-from blend_rag.blend.attention import CausalRows, fitting_kernels, position_attention
-from blend_rag.blend.decoder import Decoder, rotate
-from blend_rag.blend.plan import BlendPlan, HotKV
-
-_TOGETHER = 4  # layers that come to a GPU at once: fewer launches, and little to wait for before the first
+from blend_rag.blend.attention import CausalRows, gpu_kernels, position_attention
+from blend_rag.blend.decoder import AttentionShape, Decoder, rotate
+from blend_rag.blend.plan import BlendPlan, CachedSpan, HotKV
 
 Fresh = tuple[torch.Tensor, torch.Tensor]
 """K (rotated) and V of the rows of a pass, each [rows, kv_heads, head_dim]."""
@@ -31,11 +30,8 @@ class PromptKV:
         self.plan = plan
         self._decoder = decoder
         self._layers: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * decoder.shape.layers
-        self._angles = [
-            decoder.rotary(torch.arange(span.rotate_from, span.rotate_from + span.end - span.start))
-            for span in plan.spans
-        ]
-        self._gpu = _GpuLoader(plan, decoder, self._angles) if plan.spans and decoder.device.type == "cuda" else None
+        self._gpu = _GpuLoader.of(plan, decoder)
+        self._angles = _angles(decoder, plan.spans) if self._gpu is None else []
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, loaded on first use."""
@@ -75,8 +71,8 @@ class PromptKV:
         """Known K and V of one layer; on a GPU its neighbours come along."""
         first, count = index, 1
         if self._gpu:
-            first = index - index % _TOGETHER
-            count = min(_TOGETHER, len(self._layers) - first)
+            first = index - index % self._gpu.together
+            count = min(self._gpu.together, len(self._layers) - first)
         decoder, plan = self._decoder, self.plan
         size = (count, decoder.shape.kv_heads, len(plan), decoder.shape.head_dim)
         keys = torch.empty(size, dtype=decoder.dtype, device=decoder.device)
@@ -97,69 +93,137 @@ class PromptKV:
         return keys[0], values[0]
 
 
-class _GpuLoader:
-    """Brings stored KV of some layers after the others to a GPU, the next while the model works on these.
+def _angles(decoder: Decoder, spans: Sequence[CachedSpan]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """RoPE of every span's tokens: cos and sin, each [tokens, head_dim]."""
+    if not spans:
+        return []
+    sizes = [span.end - span.start for span in spans]
+    runs = [torch.arange(span.rotate_from, span.rotate_from + size) for span, size in zip(spans, sizes, strict=True)]
+    cos, sin = decoder.rotary(torch.cat(runs))
+    return list(zip(torch.split(cos, sizes), torch.split(sin, sizes), strict=True))
 
-    All spans are put together first, so that turning and placing them is one launch for `_TOGETHER` layers.
+
+class _GpuLoader:
+    """Brings stored KV of some layers after the others to where a GPU's passes read it.
+
+    KV that lies on the GPU is read from where it is. KV on the host is copied ahead of the layers the model works on.
+    Turning and placing is one launch for several layers of all chunks.
     """
 
-    def __init__(self, plan: BlendPlan, decoder: Decoder, angles: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._spans = plan.spans
-        self._device = decoder.device
-        self._cos = torch.cat([cos for cos, _ in angles]).contiguous()
-        self._sin = torch.cat([sin for _, sin in angles]).contiguous()
-        positions = torch.cat([torch.arange(span.start, span.end) for span in plan.spans])
-        self._positions = positions.to(decoder.device, non_blocking=True)
-        self._kernels = fitting_kernels(decoder.shape.head_dim)
-        self._count = decoder.shape.layers
-        on_host = any(span.kv.data.device.type == "cpu" for span in plan.spans)
-        self._copies = torch.cuda.Stream(decoder.device) if on_host else None  # type: ignore[no-untyped-call]
-        if self._copies:
-            self._copies.wait_stream(torch.cuda.current_stream(decoder.device))  # what it reads may just be written
-        self._ahead: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
+    def __init__(self, plan: BlendPlan, decoder: Decoder, kernels: ModuleType) -> None:
+        resident = [span for span in plan.spans if span.kv.data.is_cuda]
+        waiting = [span for span in plan.spans if not span.kv.data.is_cuda]
+        self.together = 4 if waiting else 8  # layers: few launches, and little to wait for before the first
+        self._resident = _Placing(decoder, resident, kernels) if resident else None
+        self._staged = _Staging(decoder, waiting, kernels, self.together) if waiting else None
+
+    @classmethod
+    def of(cls, plan: BlendPlan, decoder: Decoder) -> _GpuLoader | None:
+        """A loader where there are a GPU, Triton, and numbers that lie as the kernel reads them."""
+        kernels = gpu_kernels() if decoder.device.type == "cuda" else None
+        dtypes = {span.kv.data.dtype for span in plan.spans}
+        if kernels is None or len(dtypes) != 1 or decoder.shape.head_dim % 16:
+            return None
+        return cls(plan, decoder, kernels)
 
     def load(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put stored KV of the layers from `first` on into `keys` and `values` [layers, kv_heads, tokens, head_dim]."""
-        stored = self._gather(first, len(keys))  # [layers, 2, stored tokens, kv_heads, head_dim]
-        if self._kernels:
-            self._kernels.place_stored(stored, self._cos, self._sin, self._positions, keys, values)
-            return
-        key, value = stored.permute(1, 0, 3, 2, 4)
-        rotated = torch.empty(key.shape, dtype=keys.dtype, device=keys.device)
-        rotate(key, self._cos, self._sin, out=rotated)
-        keys.index_copy_(2, self._positions, rotated)
-        values.index_copy_(2, self._positions, value.to(values.dtype))
+        if self._resident:
+            self._resident.place(first, keys, values)
+        if self._staged:
+            self._staged.place(first, keys, values)
 
-    def _gather(self, first: int, count: int) -> torch.Tensor:
-        if self._copies is None:
-            return self._together(first, count)
-        if first not in self._ahead:
+
+class _Placing:
+    """Where the tokens of some spans go, and how they are turned; `sources` is where their KV lies on the GPU.
+
+    A source is [layers, 2, tokens, kv_heads, head_dim], a token's numbers one after the other.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        spans: Sequence[CachedSpan],
+        kernels: ModuleType,
+        sources: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self._kernels = kernels
+        self._sources = [
+            _by_token(span.kv.data[:, :, span.skip :], decoder.shape) for span in spans
+        ] if sources is None else list(sources)  # fmt: skip
+        sizes = torch.tensor([span.end - span.start for span in spans])
+        rows = []
+        for span, source in zip(spans, self._sources, strict=True):
+            step = source.stride(2) * source.itemsize
+            rows.append((source.data_ptr(), step, source.stride(0), source.stride(1), span.start, span.rotate_from))
+        addresses, steps, layers, sides, starts, turns = torch.tensor(rows).repeat_interleave(sizes, dim=0).unbind(1)
+        ends = sizes.cumsum(0)
+        inside = torch.arange(int(ends[-1])) - (ends - sizes).repeat_interleave(sizes)
+        table = torch.stack([addresses + steps * inside, layers, sides, starts + inside])
+        self._table = table.to(decoder.device, non_blocking=True)  # [4, tokens], see `place_stored`
+        cos, sin = decoder.rotary(turns + inside)
+        self._angles = cos.contiguous(), sin.contiguous()
+
+    def place(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the sources' layers from `first` on into `keys` and `values`."""
+        self._kernels.place_stored(self._table, self._sources[0].dtype, first, *self._angles, keys, values)
+
+
+class _Staging:
+    """Copies host KV of the next layers to the GPU while the model works on these; two buffers in turn."""
+
+    def __init__(self, decoder: Decoder, spans: Sequence[CachedSpan], kernels: ModuleType, together: int) -> None:
+        self._device = decoder.device
+        self._together = together
+        self._layers = decoder.shape.layers
+        self._parts = [span.kv.data[:, :, span.skip :] for span in spans]
+        self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._buffers = [self._buffer(decoder.shape) for _ in range(2)]
+        self._placings = [_Placing(decoder, spans, kernels, buffer) for buffer in self._buffers]
+        self._held: list[int | None] = [None, None]  # first layer of what is in a buffer or on its way there
+        self._arrived = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._copies.wait_stream(torch.cuda.current_stream(self._device))
+        self._begin(0)
+        self._begin(together)
+
+    def _buffer(self, shape: AttentionShape) -> list[torch.Tensor]:
+        """Room for some layers of every span, each [layers, 2, tokens, kv_heads, head_dim]."""
+        sizes = [part.shape[2] * 2 * self._together * shape.kv_heads * shape.head_dim for part in self._parts]
+        whole = torch.empty(sum(sizes), dtype=self._parts[0].dtype, device=self._device)
+        whole.record_stream(self._copies)  # so that nobody gets this memory while copies into it are under way
+        return [
+            piece.view(self._together, 2, part.shape[2], shape.kv_heads, shape.head_dim)
+            for piece, part in zip(torch.split(whole, sizes), self._parts, strict=True)
+        ]
+
+    def place(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the layers from `first` on into `keys` and `values`, and have those after the next copied."""
+        index = first // self._together % 2
+        if self._held[index] != first:
             self._begin(first)
-        stored, arrived = self._ahead.pop(first)
         here = torch.cuda.current_stream(self._device)
-        here.wait_event(arrived)
-        stored.record_stream(here)
-        if first + count < self._count:
-            self._begin(first + count)
-        return stored
+        here.wait_event(self._arrived[index])
+        self._placings[index].place(0, keys, values)
+        self._copies.wait_event(here.record_event())  # a buffer is filled again when what was in it is in its place
+        self._begin(first + 2 * self._together)
 
     def _begin(self, first: int) -> None:
-        assert self._copies is not None
+        count = min(self._together, self._layers - first)
+        if count <= 0:
+            return
+        index = first // self._together % 2
         with torch.cuda.stream(self._copies):
-            stored = self._together(first, min(_TOGETHER, self._count - first))
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record(self._copies)
-        self._ahead[first] = (stored, arrived)
+            for target, part in zip(self._buffers[index], self._parts, strict=True):
+                source = part[first : first + count]
+                if source.is_contiguous():
+                    target[:count].copy_(source, non_blocking=True)
+                    continue
+                for layer, side in product(range(count), range(2)):  # contiguous there and here: plain copies
+                    target[layer, side].copy_(source[layer, side], non_blocking=True)
+            self._arrived[index].record(self._copies)
+        self._held[index] = first
 
-    def _together(self, first: int, count: int) -> torch.Tensor:
-        parts = [span.kv.data[first : first + count, :, span.skip :] for span in self._spans]
-        if self._copies is None:
-            return torch.cat(parts, dim=2)
-        shape = (count, 2, len(self._positions), *parts[0].shape[3:])
-        stored = torch.empty(shape, dtype=parts[0].dtype, device=self._device)
-        at = 0
-        for part in parts:
-            for layer, side in product(range(count), range(2)):  # contiguous there and here: plain copies, no kernel
-                stored[layer, side, at : at + part.shape[2]].copy_(part[layer, side], non_blocking=True)
-            at += part.shape[2]
-        return stored
+
+def _by_token(data: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+    """KV whose tokens' numbers lie one after the other: itself, or a copy."""
+    return data if data.stride()[3:] == (shape.head_dim, 1) else data.contiguous()

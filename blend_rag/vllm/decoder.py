@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from vllm.distributed import get_tp_group
 from vllm.forward_context import create_forward_context, override_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from blend_rag.blend.decoder import Attend, AttentionShape, LayerInputs
 from blend_rag.errors import ConnectorError
+from blend_rag.vllm.graphs import PassGraphs
+
+logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, so that it is shown
 
 
 class _StoppedError(Exception):
@@ -44,7 +48,11 @@ class _SwappedImpl:
         output: Any,
         **kwargs: Any,
     ) -> Any:
-        output.copy_(self._decoder.attend(self._layer, query, key, value).reshape(output.shape))
+        rows = self._decoder.rows
+        found = self._decoder.attend(self._layer, query[:rows], key[:rows], value[:rows])
+        output[:rows].copy_(found.reshape(output[:rows].shape))
+        if rows < len(output):
+            output[rows:].zero_()  # padding: nothing that quantising a whole tensor could stumble over
         return output
 
 
@@ -94,6 +102,8 @@ class VLLMDecoder:
         self._attend: Attend | None = None
         self._stop_after: int | None = None
         self._key_unrotated: torch.Tensor | None = None
+        self.rows = 0  # of the pass under way, without padding
+        self.graphs: PassGraphs | None = None
 
     def forward(
         self,
@@ -104,18 +114,61 @@ class VLLMDecoder:
         unrotated: bool = False,
     ) -> torch.Tensor | None:
         """See `Decoder.forward`. Compiled code is used where vLLM has compiled the model, unless K is asked for."""
-        with self._swap(attend, stop_after, unrotated):
+        size = PassGraphs.size(len(token_ids)) if self.graphs and not unrotated else None
+        if size is not None:
+            try:
+                return self._forward(token_ids, positions, attend, stop_after, unrotated, size)
+            except RuntimeError as error:
+                if "captur" not in str(error):
+                    raise
+                logger.warning("CUDA graphs of the blend are gone; it goes on without (%s)", error)
+                self.graphs = None
+        return self._forward(token_ids, positions, attend, stop_after, unrotated, None)
+
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        stop_after: int | None,
+        unrotated: bool,
+        size: int | None,
+    ) -> torch.Tensor | None:
+        """A pass, in the graphs of so many rows or in none."""
+        rows = len(token_ids)
+        # compiled code checks no dtypes: these are those that vLLM compiled it for
+        token_ids = token_ids.to(self.device, torch.int32, non_blocking=True)
+        positions = positions.to(self.device, torch.int64, non_blocking=True)
+        modes: dict[str, Any] = {}
+        if size is not None:
+            assert self.graphs
+            token_ids, positions = self.graphs.fill(token_ids, positions, size)
+            modes = self.graphs.context(size)
+        with self._swap(attend, stop_after, unrotated, rows, modes):
             try:
                 hidden: torch.Tensor = self._model(
-                    # compiled code checks no dtypes: these are those that vLLM compiled it for
-                    input_ids=token_ids.to(self.device, torch.int32, non_blocking=True),
-                    positions=positions.to(self.device, torch.int64, non_blocking=True),
-                    intermediate_tensors=None,
-                    inputs_embeds=None,
+                    input_ids=token_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
                 )
             except _StoppedError:
                 return None
-        return hidden
+        return hidden if size is None else hidden[:rows].clone()  # the next replay overwrites it
+
+    def capture_graphs(self) -> None:
+        """Capture graphs for small passes, where vLLM captures any. Call it once, before the first pass."""
+        if not PassGraphs.fit(self._config, self.device, self.ranks):
+            return
+        graphs = self.graphs = PassGraphs(self.device)
+
+        def run(rows: int, with_graphs: bool) -> None:
+            ids = torch.zeros(rows, dtype=torch.int64)
+            size = rows if with_graphs else None
+            self._forward(ids, torch.arange(rows), lambda inputs: inputs.query, None, False, size)
+
+        try:
+            graphs.capture(run)
+        except Exception as error:
+            logger.warning("no CUDA graphs for the blend (%s: %s): it is slower", type(error).__name__, error)
+            self.graphs = None
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attention of one layer of a swapped forward: [rows, heads, head_dim]."""
@@ -135,12 +188,14 @@ class VLLMDecoder:
         return out
 
     @contextmanager
-    def _swap(self, attend: Attend, stop_after: int | None, unrotated: bool) -> Iterator[None]:
-        context = create_forward_context(None, self._config, slot_mapping={}, skip_compiled=unrotated)
+    def _swap(
+        self, attend: Attend, stop_after: int | None, unrotated: bool, rows: int, modes: dict[str, Any]
+    ) -> Iterator[None]:
+        context = create_forward_context(None, self._config, slot_mapping={}, skip_compiled=unrotated, **modes)
         context.no_compile_layers = {**context.no_compile_layers, **self._swapped}
         ropes = self._ropes if unrotated else []
         hooks = [rope.register_forward_pre_hook(self._keep_key, with_kwargs=True) for rope in ropes]
-        self._attend, self._stop_after = attend, stop_after
+        self._attend, self._stop_after, self.rows = attend, stop_after, rows
         try:
             with torch.inference_mode(), override_forward_context(context):
                 yield

@@ -42,10 +42,9 @@ class Pages:
 
     def slots(self, block_ids: Sequence[int], start: int, end: int) -> torch.Tensor:
         """Where tokens [start, end) of a request lie, as vLLM's slot mapping."""
-        positions = torch.arange(start, end)
-        blocks = torch.tensor(list(block_ids))
-        slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
-        return slots.to(self._device, non_blocking=True)
+        blocks = torch.tensor(block_ids).to(self._device, non_blocking=True)
+        positions = torch.arange(start, end, device=self._device)
+        return blocks[positions // self._block_size] * self._block_size + positions % self._block_size
 
     def read(self, block_ids: Sequence[int], length: int) -> HotKV:
         """Rotated K and V of the first `length` tokens of a request."""

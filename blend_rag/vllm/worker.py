@@ -103,6 +103,7 @@ class BlendWorker:
         self._max_rows = int(vllm_config.scheduler_config.max_num_batched_tokens)
         with torch.inference_mode():
             self.decoder = VLLMDecoder(vllm_config, model)
+            self.decoder.capture_graphs()
             self.pages = Pages(self.decoder, block_size)
         self._check_memory()
         self.self_check: SelfCheck | None = None

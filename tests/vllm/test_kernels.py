@@ -51,20 +51,29 @@ def test_mass_kernel_adds_what_asking_rows_give(shape: tuple[int, ...]) -> None:
     kernels.limited_attention(query, key, value, rows.limits, scale, logs)
     mass = torch.ones(shape[3], shape[1])
     kernels.add_mass(query, key, rows.limits, logs, asking, scale, mass)
-    askers = CausalRows.of(rows.positions[asking], torch.arange(shape[1]), torch.device("cpu"))
-    expected = attention_mass(query[asking], key, askers, scale)
+    expected = attention_mass(query[asking], key, rows.positions[asking], torch.arange(shape[1]), scale)
     torch.testing.assert_close(mass.sum(0) - shape[3], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_place_kernel_turns_and_places_stored_kv_and_touches_nothing_else() -> None:
+@pytest.mark.parametrize("dim", [32, 80])
+def test_place_kernel_turns_and_places_stored_kv_and_touches_nothing_else(dim: int) -> None:
+    """Of two chunks that lie apart, the second in a larger object with other heads around it; from layer 1 on."""
     generator = torch.Generator().manual_seed(0)
-    stored = torch.randn(2, 2, 37, 3, 32, generator=generator).half()  # two layers
-    angles = torch.rand(37, 16, generator=generator).repeat(1, 2)
+    chunks = [torch.randn(3, 2, 20, 3, dim, generator=generator).half()]
+    chunks.append(torch.randn(3, 2, 17, 6, dim, generator=generator).half()[:, :, :, 2:5])
+    angles = torch.rand(37, dim // 2, generator=generator).repeat(1, 2)
     positions = torch.randperm(90, generator=generator)[:37].sort().values
-    keys, values = torch.zeros(2, 2, 3, 90, 32)
-    kernels.place_stored(stored, angles.cos(), angles.sin(), positions, keys, values)
+    rows = [
+        [chunk.data_ptr() + chunk.stride(2) * 2 * token, chunk.stride(0), chunk.stride(1)]
+        for chunk in chunks
+        for token in range(chunk.shape[2])
+    ]
+    table = torch.cat([torch.tensor(rows).T, positions[None]]).contiguous()
+    keys, values = torch.zeros(2, 2, 3, 90, dim)
+    kernels.place_stored(table, torch.float16, 1, angles.cos(), angles.sin(), keys, values)
+    stored = torch.cat(chunks, dim=2)[1:]
     for layer in range(2):
-        expected = torch.zeros(3, 37, 32)
+        expected = torch.zeros(3, 37, dim)
         rotate(stored[layer, 0].transpose(0, 1), angles.cos(), angles.sin(), out=expected)
         assert torch.equal(keys[layer][:, positions], expected)
         assert torch.equal(values[layer][:, positions], stored[layer, 1].transpose(0, 1).float())
