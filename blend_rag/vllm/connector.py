@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -76,7 +78,11 @@ class BlendConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Pages are there: get ready, and prove that blending is right."""
-        self._worker = BlendWorker(self._settings, self._vllm_config, self._block_size, _served_model())
+        model = _served_model()
+        self._worker = _make_outside_pools(
+            lambda: BlendWorker(self._settings, self._vllm_config, self._block_size, model),
+            next(model.parameters()).device,
+        )
         if check := self._worker.self_check:
             logger.info(
                 "self-check passed: r = 1 off by %.2g, moved keys by %.2g, noise %.2g",
@@ -181,6 +187,22 @@ class BlendConnector(KVConnectorBase_V1):
     ) -> KVConnectorPromMetrics | None:
         """Metrics on `/metrics`."""
         return BlendPrometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _make_outside_pools(make: Callable[[], BlendWorker], device: torch.device) -> BlendWorker:
+    """Make the worker's half where its GPU memory does not come from the pool that vLLM registers pages in.
+
+    That pool is emptied when vLLM sleeps, and what CUDA graphs hold must not lie in it. A pool serves one thread.
+    """
+    if device.type != "cuda":
+        return make()
+
+    def on_device() -> BlendWorker:
+        torch.cuda.set_device(device)
+        return make()
+
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(on_device).result()
 
 
 def _served_model() -> torch.nn.Module:

@@ -136,14 +136,14 @@ class VLLMDecoder:
     ) -> torch.Tensor | None:
         """A pass, in the graphs of so many rows or in none."""
         rows = len(token_ids)
-        # compiled code checks no dtypes: these are those that vLLM compiled it for
-        token_ids = token_ids.to(self.device, torch.int32, non_blocking=True)
-        positions = positions.to(self.device, torch.int64, non_blocking=True)
         modes: dict[str, Any] = {}
         if size is not None:
             assert self.graphs
             token_ids, positions = self.graphs.fill(token_ids, positions, size)
             modes = self.graphs.context(size)
+        # compiled code checks no dtypes: these are those that vLLM compiled it for
+        token_ids = token_ids.to(self.device, torch.int32, non_blocking=True)
+        positions = positions.to(self.device, torch.int64, non_blocking=True)
         with self._swap(attend, stop_after, unrotated, rows, modes):
             try:
                 hidden: torch.Tensor = self._model(

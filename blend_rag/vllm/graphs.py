@@ -46,9 +46,10 @@ class PassGraphs:
         return next((size for size in SIZES if rows <= size), None)
 
     def fill(self, token_ids: torch.Tensor, positions: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put a pass into the buffers; what is behind it in there are valid ids and positions of an earlier one."""
-        self._token_ids[: len(token_ids)].copy_(token_ids, non_blocking=True)
-        self._positions[: len(positions)].copy_(positions, non_blocking=True)
+        """Put a pass into the buffers, with zeros behind it."""
+        behind = (0, size - len(token_ids))
+        self._token_ids[:size].copy_(torch.nn.functional.pad(token_ids, behind), non_blocking=True)
+        self._positions[:size].copy_(torch.nn.functional.pad(positions, behind), non_blocking=True)
         return self._token_ids[:size], self._positions[:size]
 
     def context(self, size: int) -> dict[str, Any]:
