@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from blend_rag import FULL_PREFILL, PromptBuilder, RecomputePolicy
+from blend_rag.blend.decoder import AttentionShape
 from blend_rag.blend.passes import blend
+from blend_rag.blend.plan import BlendPlan, Hit, HotKV
+from blend_rag.blend.prompt_kv import PromptKV
 from blend_rag.blend.selectors import SELECTORS
 from blend_rag.engines.decoder import TransformersDecoder
 from blend_rag.engines.self_test import run_self_test
 from blend_rag.engines.transformers import TransformersEngine
+from blend_rag.kv import ChunkKV
 from tests.bare_prompts import bare_layout, make_plan, plain_logits, stored_kv
 from tests.tiny_models import ARCHITECTURES, ROPES, tiny_model
 from tests.tokenizers_for_tests import byte_level
@@ -51,6 +57,47 @@ def test_cuda_selects_and_blends_like_the_cpu(selector: str) -> None:
     common = set(results[0].recomputed.tolist()) & set(results[1].recomputed.tolist())
     assert len(common) >= 0.95 * len(results[0].recomputed)  # near ties may fall either way
     assert torch.isfinite(results[0].last_hidden).all()
+
+
+@dataclass
+class BareDecoder:
+    """What placing stored KV needs of a model."""
+
+    device: torch.device
+    dtype = torch.float32
+    shape = AttentionShape(layers=13, heads=4, kv_heads=2, head_dim=32, scale=1.0)
+
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = (positions[:, None] * torch.linspace(1.0, 0.01, 16)).repeat(1, 2).to(self.device)
+        return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("order", [range(13), (12, 0, 5, 4, 9, 1)], ids=["in order", "out of order"])
+@pytest.mark.parametrize("places", ["host", "pinned", "gpu", "mixed"])
+def test_stored_kv_gets_to_its_place_from_wherever_it_lies(places: str, order: Sequence[int]) -> None:
+    layout = bare_layout((("prefix", 70), ("chunk", 200), ("chunk", 33), ("chunk", 150), ("question", 6)))
+    generator = torch.Generator().manual_seed(0)
+    stored = {i: torch.randn(13, 2, len(layout.segments[i]), 2, 32, generator=generator).half() for i in (1, 2, 3)}
+    hot_kv = torch.randn(2, 13, 2, 100, 32, generator=generator)  # ends inside the first chunk
+    moves = {"host": torch.clone, "pinned": torch.Tensor.pin_memory, "gpu": torch.Tensor.cuda}
+
+    def placed(device: str) -> PromptKV:
+        def put(index: int) -> Hit:
+            if device == "cpu":
+                return Hit(ChunkKV(stored[index]))
+            return Hit(ChunkKV(moves[places if places != "mixed" else list(moves)[index - 1]](stored[index])))
+
+        keys, values = hot_kv.to(device)
+        plan = BlendPlan.of(
+            layout, {i: put(i) for i in stored}, RecomputePolicy(), HotKV(100, tuple(keys), tuple(values))
+        )
+        return PromptKV(plan, BareDecoder(torch.device(device)))  # type: ignore[arg-type]
+
+    found, expected = placed("cuda"), placed("cpu")
+    known = slice(0, len(layout) - 6)
+    for layer in order:
+        for one, other in zip(found.layer(layer), expected.layer(layer), strict=True):
+            torch.testing.assert_close(one[:, known].cpu(), other[:, known], atol=1e-6, rtol=1e-5)
 
 
 def test_engine_answers_streams_and_batches_on_cuda() -> None:
