@@ -5,6 +5,7 @@ Knows a plan and a decoder. Stored chunk KV is only read; what is written is thi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import product
 from types import ModuleType
@@ -31,7 +32,11 @@ class PromptKV:
         self._decoder = decoder
         self._layers: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * decoder.shape.layers
         self._gpu = _GpuLoader.of(plan, decoder)
-        self._angles = _angles(decoder, plan.spans) if self._gpu is None else []
+        self._angles: list[tuple[torch.Tensor, torch.Tensor]] = []  # of every span, where they are placed one by one
+        if plan.spans and self._gpu is None:
+            sizes = [span.end - span.start for span in plan.spans]
+            cos, sin = _angles(decoder, plan.spans)
+            self._angles = list(zip(torch.split(cos, sizes), torch.split(sin, sizes), strict=True))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, loaded on first use."""
@@ -93,14 +98,10 @@ class PromptKV:
         return keys[0], values[0]
 
 
-def _angles(decoder: Decoder, spans: Sequence[CachedSpan]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """RoPE of every span's tokens: cos and sin, each [tokens, head_dim]."""
-    if not spans:
-        return []
-    sizes = [span.end - span.start for span in spans]
-    runs = [torch.arange(span.rotate_from, span.rotate_from + size) for span, size in zip(spans, sizes, strict=True)]
-    cos, sin = decoder.rotary(torch.cat(runs))
-    return list(zip(torch.split(cos, sizes), torch.split(sin, sizes), strict=True))
+def _angles(decoder: Decoder, spans: Sequence[CachedSpan]) -> tuple[torch.Tensor, torch.Tensor]:
+    """RoPE of all spans' tokens one after the other: cos and sin, each [tokens, head_dim]."""
+    runs = [torch.arange(span.rotate_from, span.rotate_from + span.end - span.start) for span in spans]
+    return decoder.rotary(torch.cat(runs))
 
 
 class _GpuLoader:
@@ -114,7 +115,8 @@ class _GpuLoader:
         resident = [span for span in plan.spans if span.kv.data.is_cuda]
         waiting = [span for span in plan.spans if not span.kv.data.is_cuda]
         self.together = 4 if waiting else 8  # layers: few launches, and little to wait for before the first
-        self._resident = _Placing(decoder, resident, kernels) if resident else None
+        here = [_by_token(span.kv.data[:, :, span.skip :], decoder.shape) for span in resident]
+        self._resident = _Placing(decoder, resident, kernels, here) if resident else None
         self._staged = _Staging(decoder, waiting, kernels, self.together) if waiting else None
 
     @classmethod
@@ -141,27 +143,21 @@ class _Placing:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        spans: Sequence[CachedSpan],
-        kernels: ModuleType,
-        sources: Sequence[torch.Tensor] | None = None,
+        self, decoder: Decoder, spans: Sequence[CachedSpan], kernels: ModuleType, sources: Sequence[torch.Tensor]
     ) -> None:
         self._kernels = kernels
-        self._sources = [
-            _by_token(span.kv.data[:, :, span.skip :], decoder.shape) for span in spans
-        ] if sources is None else list(sources)  # fmt: skip
+        self._sources = sources
         sizes = torch.tensor([span.end - span.start for span in spans])
-        rows = []
-        for span, source in zip(spans, self._sources, strict=True):
-            step = source.stride(2) * source.itemsize
-            rows.append((source.data_ptr(), step, source.stride(0), source.stride(1), span.start, span.rotate_from))
-        addresses, steps, layers, sides, starts, turns = torch.tensor(rows).repeat_interleave(sizes, dim=0).unbind(1)
+        rows = [
+            (source.data_ptr(), source.stride(2) * source.itemsize, source.stride(0), source.stride(1), span.start)
+            for span, source in zip(spans, sources, strict=True)
+        ]
+        addresses, steps, layers, sides, starts = torch.tensor(rows).repeat_interleave(sizes, dim=0).unbind(1)
         ends = sizes.cumsum(0)
         inside = torch.arange(int(ends[-1])) - (ends - sizes).repeat_interleave(sizes)
         table = torch.stack([addresses + steps * inside, layers, sides, starts + inside])
         self._table = table.to(decoder.device, non_blocking=True)  # [4, tokens], see `place_stored`
-        cos, sin = decoder.rotary(turns + inside)
+        cos, sin = _angles(decoder, spans)
         self._angles = cos.contiguous(), sin.contiguous()
 
     def place(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -170,7 +166,7 @@ class _Placing:
 
 
 class _Staging:
-    """Copies host KV of the next layers to the GPU while the model works on these; two buffers in turn."""
+    """Copies host KV of the next layers to the GPU while the model works on these; two halves of a buffer in turn."""
 
     def __init__(self, decoder: Decoder, spans: Sequence[CachedSpan], kernels: ModuleType, together: int) -> None:
         self._device = decoder.device
@@ -178,50 +174,52 @@ class _Staging:
         self._layers = decoder.shape.layers
         self._parts = [span.kv.data[:, :, span.skip :] for span in spans]
         self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._buffers = [self._buffer(decoder.shape) for _ in range(2)]
-        self._placings = [_Placing(decoder, spans, kernels, buffer) for buffer in self._buffers]
-        self._held: list[int | None] = [None, None]  # first layer of what is in a buffer or on its way there
+        self._buffer = self._allocate(decoder.shape)
+        self._placing = _Placing(decoder, spans, kernels, self._buffer)
+        self._held: list[int | None] = [None, None]  # first layer of what is in a half or on its way there
         self._arrived = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         self._begin(0)
         self._begin(together)
 
-    def _buffer(self, shape: AttentionShape) -> list[torch.Tensor]:
-        """Room for some layers of every span, each [layers, 2, tokens, kv_heads, head_dim]."""
-        sizes = [part.shape[2] * 2 * self._together * shape.kv_heads * shape.head_dim for part in self._parts]
-        whole = torch.empty(sum(sizes), dtype=self._parts[0].dtype, device=self._device)
+    def _allocate(self, shape: AttentionShape) -> list[torch.Tensor]:
+        """Room for twice so many layers of every span, each [layers, 2, tokens, kv_heads, head_dim]."""
+        sizes = [(2 * self._together, 2, part.shape[2], shape.kv_heads, shape.head_dim) for part in self._parts]
+        numbers = [math.prod(size) for size in sizes]
+        whole = torch.empty(sum(numbers), dtype=self._parts[0].dtype, device=self._device)
         whole.record_stream(self._copies)  # so that nobody gets this memory while copies into it are under way
-        return [
-            piece.view(self._together, 2, part.shape[2], shape.kv_heads, shape.head_dim)
-            for piece, part in zip(torch.split(whole, sizes), self._parts, strict=True)
-        ]
+        return [piece.view(size) for piece, size in zip(torch.split(whole, numbers), sizes, strict=True)]
 
     def place(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put the layers from `first` on into `keys` and `values`, and have those after the next copied."""
-        index = first // self._together % 2
-        if self._held[index] != first:
+        half = self._half(first)
+        if self._held[half] != first:
             self._begin(first)
         here = torch.cuda.current_stream(self._device)
-        here.wait_event(self._arrived[index])
-        self._placings[index].place(0, keys, values)
-        self._copies.wait_event(here.record_event())  # a buffer is filled again when what was in it is in its place
+        here.wait_event(self._arrived[half])
+        self._placing.place(half * self._together, keys, values)
+        self._copies.wait_event(here.record_event())  # a half is filled again when what was in it is in its place
         self._begin(first + 2 * self._together)
+
+    def _half(self, first: int) -> int:
+        return first // self._together % 2
 
     def _begin(self, first: int) -> None:
         count = min(self._together, self._layers - first)
         if count <= 0:
             return
-        index = first // self._together % 2
+        half = self._half(first)
+        start = half * self._together
         with torch.cuda.stream(self._copies):
-            for target, part in zip(self._buffers[index], self._parts, strict=True):
-                source = part[first : first + count]
+            for room, part in zip(self._buffer, self._parts, strict=True):
+                target, source = room[start : start + count], part[first : first + count]
                 if source.is_contiguous():
-                    target[:count].copy_(source, non_blocking=True)
+                    target.copy_(source, non_blocking=True)
                     continue
                 for layer, side in product(range(count), range(2)):  # contiguous there and here: plain copies
                     target[layer, side].copy_(source[layer, side], non_blocking=True)
-            self._arrived[index].record(self._copies)
-        self._held[index] = first
+            self._arrived[half].record(self._copies)
+        self._held[half] = first
 
 
 def _by_token(data: torch.Tensor, shape: AttentionShape) -> torch.Tensor:

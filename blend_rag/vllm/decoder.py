@@ -48,8 +48,8 @@ class _SwappedImpl:
         output: Any,
         **kwargs: Any,
     ) -> Any:
-        rows = self._decoder.rows
-        found = self._decoder.attend(self._layer, query[:rows], key[:rows], value[:rows])
+        found = self._decoder.attend(self._layer, query, key, value)
+        rows = len(found)
         output[:rows].copy_(found.reshape(output[:rows].shape))
         if rows < len(output):
             output[rows:].zero_()  # padding: nothing that quantising a whole tensor could stumble over
@@ -102,7 +102,7 @@ class VLLMDecoder:
         self._attend: Attend | None = None
         self._stop_after: int | None = None
         self._key_unrotated: torch.Tensor | None = None
-        self.rows = 0  # of the pass under way, without padding
+        self._rows = 0  # of the pass under way, without padding
         self.graphs: PassGraphs | None = None
 
     def forward(
@@ -171,9 +171,10 @@ class VLLMDecoder:
             self.graphs = None
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attention of one layer of a swapped forward: [rows, heads, head_dim]."""
+        """Attention of one layer of a swapped forward, without its padding: [rows, heads, head_dim]."""
         assert self._attend is not None
-        shape, rows = self.shape, len(query)
+        shape, rows = self.shape, self._rows
+        query, key, value = query[:rows], key[:rows], value[:rows]
         kept, self._key_unrotated = self._key_unrotated, None
         inputs = LayerInputs(
             layer,
@@ -195,7 +196,7 @@ class VLLMDecoder:
         context.no_compile_layers = {**context.no_compile_layers, **self._swapped}
         ropes = self._ropes if unrotated else []
         hooks = [rope.register_forward_pre_hook(self._keep_key, with_kwargs=True) for rope in ropes]
-        self._attend, self._stop_after, self.rows = attend, stop_after, rows
+        self._attend, self._stop_after, self._rows = attend, stop_after, rows
         try:
             with torch.inference_mode(), override_forward_context(context):
                 yield
