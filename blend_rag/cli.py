@@ -1,4 +1,4 @@
-"""The `blend-rag` command: `demo`, `ask`, `warm`, `store`, `doctor`.
+"""The `blend-rag` command: `demo`, `ask`, `warm`, `store`, `serve`, `doctor`.
 
 Results go to stdout, progress and errors to stderr; with `--json` stdout holds JSON alone.
 """
@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,8 +23,10 @@ from rich.markup import escape
 import blend_rag
 from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.blend.selectors import SELECTORS
+from blend_rag.engines.base import Engine
 from blend_rag.errors import BlendRagError, StoreError
 from blend_rag.folders import cache_folder
+from blend_rag.in_band import IN_BAND_SEPARATOR
 from blend_rag.stores import KVStore, open_store
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=blend_rag.__doc__)
@@ -34,6 +38,14 @@ DEFAULT = RecomputePolicy()
 
 Model = Annotated[
     str | None, typer.Option(help="Model folder, .gguf file or hub id. Left out: the packaged SmolLM2-135M-Instruct.")
+]
+EngineOption = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        help="transformers (in this process), vllm (vLLM in this process), or the URL of a vLLM server with the "
+        "connector, which keeps the KV itself; its API key is $VLLM_API_KEY.",
+    ),
 ]
 Ratio = Annotated[float, typer.Option(help="Share of reused chunk tokens to recompute, 0 to 1.")]
 SelectorName = Annotated[str, typer.Option(help=f"Which tokens to recompute: {', '.join(SELECTORS)}.")]
@@ -87,6 +99,41 @@ def root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
     """Reuse the KV of retrieved chunks anywhere in a prompt."""
+
+
+def _store_urls(stores: list[str] | None) -> list[str]:
+    return stores or os.environ.get("BLEND_RAG_STORE", "").split() or [(cache_folder() / "kv").absolute().as_uri()]
+
+
+@contextmanager
+def _engine(
+    name: str,
+    model: str | None,
+    stores: list[str] | None,
+    allow_unsigned: bool,
+    namespace: str,
+    policy: RecomputePolicy | None = None,
+) -> Iterator[Engine]:
+    """An engine with the store that options or the environment name; a server has its own."""
+    if name == "transformers":
+        with (
+            closing(_open(stores, allow_unsigned)) as kept,
+            blend_rag.load_engine(
+                model, policy=policy, store=kept, namespace=namespace, show_progress=True
+            ) as embedded,
+        ):
+            yield embedded
+        return
+    given: dict[str, Any] = {"policy": policy, "show_progress": True}
+    if name == "vllm":
+        urls = _store_urls(stores)
+        given |= {"store": urls if len(urls) > 1 else urls[0], "allow_unsigned": allow_unsigned}
+    elif stores:
+        given["store"] = stores  # refused in words
+    if namespace:
+        given["namespace"] = namespace
+    with closing(blend_rag.load_engine(model, engine=name, **given)) as engine:
+        yield engine
 
 
 @app.command()
@@ -145,6 +192,7 @@ def ask(
         list[Path] | None, typer.Option(help="Text files or folders. Left out: Python's language reference.")
     ] = None,
     model: Model = None,
+    engine_name: EngineOption = "transformers",
     ratio: Ratio = DEFAULT.ratio,
     selector: SelectorName = DEFAULT.selector,
     system: System = SYSTEM,
@@ -164,10 +212,7 @@ def ask(
         msg = "the question is empty: pass a question with at least one word"
         raise BlendRagError(msg)
     policy = RecomputePolicy(ratio=ratio, selector=selector)
-    with (
-        closing(_open(store, allow_unsigned)) as kept,
-        blend_rag.load_engine(model, policy=policy, store=kept, namespace=namespace, show_progress=True) as engine,
-    ):
+    with _engine(engine_name, model, store, allow_unsigned, namespace, policy) as engine:
         prompts = blend_rag.PromptBuilder(engine.tokenizer, system=system)
         library = (
             Library.of(engine, prompts, load_documents(docs, prompts.tokenizer.count))
@@ -202,6 +247,7 @@ def ask(
 def warm(
     paths: Annotated[list[Path], typer.Argument(help="Text files, or folders of .txt, .md and .rst files.")],
     model: Model = None,
+    engine_name: EngineOption = "transformers",
     system: System = SYSTEM,
     context: Annotated[str, typer.Option(help="What passages are computed behind: prefix, or alone.")] = "prefix",
     store: Stores = None,
@@ -212,13 +258,12 @@ def warm(
     """Compute the KV of documents and keep it; what is there already is skipped."""
     from blend_rag.warming import warm_documents
 
-    with (
-        closing(_open(store, allow_unsigned)) as kept,
-        blend_rag.load_engine(model, store=kept, namespace=namespace, show_progress=True) as engine,
-    ):
+    with _engine(engine_name, model, store, allow_unsigned, namespace) as engine:
         prompts = blend_rag.PromptBuilder(engine.tokenizer, system=system)
         warmed = warm_documents(engine, prompts, paths, context=context, show_progress=True)
-        report, tier = warmed.report, kept.stats(namespace).tier
+        report = warmed.report
+        kept = getattr(engine, "store", None)
+        tier = kept.stats(namespace).tier if kept else engine_name
         done = {"documents": warmed.documents, "passages": warmed.passages, **asdict(report)}
         if as_json:
             print(json.dumps({"model": engine.model_name, "store": tier, **done}, indent=2))  # noqa: T201
@@ -300,12 +345,83 @@ def purge(
         out.print(f"{removed:,} chunks deleted")
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Model folder, .gguf file or hub id.")],
+    run: Annotated[bool, typer.Option("--run", help="Start the server instead of printing its command.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    served_model: Annotated[str | None, typer.Option("--served-model-name", help="Name that clients use.")] = None,
+    ratio: Ratio = DEFAULT.ratio,
+    selector: SelectorName = DEFAULT.selector,
+    store: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--store", help="Lasting or shared store behind the server's memory: file:///folder, redis://host."
+        ),
+    ] = None,
+    allow_unsigned: AllowUnsigned = False,
+    namespace: Namespace = "",
+    separator: Annotated[
+        str, typer.Option(help="Border around passages in prompts of ordinary clients; empty looks for none.")
+    ] = IN_BAND_SEPARATOR,
+    as_json: AsJson = False,
+) -> None:
+    """Print (or with --run start) the command that serves MODEL with vLLM and the connector on this machine.
+
+    Further arguments go to vLLM, for example --tensor-parallel-size 2 or --max-model-len 32768.
+    """
+    from blend_rag.engines.vllm_setup import Machine, Memory, connector_config, installed_vllm, server_command
+
+    machine = Machine.here()
+    memory = Memory.of(machine, _ranks(context.args))
+    config = connector_config(
+        policy=RecomputePolicy(ratio=ratio, selector=selector),
+        store=store,
+        allow_unsigned=allow_unsigned,
+        namespace=namespace,
+        gpu_bytes=memory.gpu_bytes,
+        host_bytes=memory.host_bytes,
+        separator=separator,
+    )
+    if run or model.lower().endswith(".gguf"):
+        from blend_rag.engines.loading import resolve_model
+
+        if Path(model).expanduser().exists():
+            model = str(resolve_model(model))
+    command = server_command(
+        model, config, machine, memory, host=host, port=port, served_model=served_model, extra=context.args
+    )
+    if as_json:
+        found = {"arguments": command.arguments, "environment": dict(command.environment)}
+        print(json.dumps(found, indent=2))  # noqa: T201
+    elif not run:
+        print(command)  # noqa: T201
+    if not run:
+        return
+    if installed_vllm() is None:
+        msg = "vLLM is not installed in this environment: pip install vllm, or run the printed command where it is"
+        raise BlendRagError(msg)
+    os.environ.update(command.environment)
+    sys.stdout.flush()
+    os.execv(command.arguments[0], command.arguments)
+
+
+def _ranks(arguments: list[str]) -> int:
+    """Ranks of a server by what vLLM is told."""
+    for name, value in pairwise([*" ".join(arguments).replace("=", " ").split(), ""]):
+        if name in ("--tensor-parallel-size", "-tp") and value.isdecimal():
+            return max(1, int(value))
+    return 1
+
+
 @app.command()
-def doctor(model: Model = None, as_json: AsJson = False) -> None:
+def doctor(model: Model = None, engine_name: EngineOption = "transformers", as_json: AsJson = False) -> None:
     """Prove on your model that a warmed chunk is reused at another position and that answers stay right."""
     from blend_rag.doctor import diagnose
 
-    checks = diagnose(model)
+    checks = diagnose(model, engine_name)
     failed = [check for check in checks if not check.ok]
     if as_json:
         print(json.dumps({"ok": not failed, "checks": [check.as_dict() for check in checks]}, indent=2))  # noqa: T201

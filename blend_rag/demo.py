@@ -13,7 +13,7 @@ from typing import Any
 
 from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.corpus import reference_passages
-from blend_rag.engines.base import Generation
+from blend_rag.engines.base import Engine, Generation
 from blend_rag.engines.transformers import TransformersEngine
 from blend_rag.evaluation.fidelity import kl_to_full
 from blend_rag.evaluation.report import plot_ttft
@@ -49,13 +49,13 @@ class Answered:
 class Library:
     """A corpus ready to be asked: engine, prompts and index."""
 
-    engine: TransformersEngine
+    engine: Engine
     prompts: PromptBuilder
     retriever: Retriever
     passages: tuple[Passage, ...]
 
     @classmethod
-    def of_reference(cls, engine: TransformersEngine, *, show_progress: bool = True) -> Library:
+    def of_reference(cls, engine: Engine, *, show_progress: bool = True) -> Library:
         """Python's language reference, embedded and indexed."""
         prompts = PromptBuilder(engine.tokenizer, system=SYSTEM)
         passages = reference_passages(prompts.tokenizer.count)
@@ -64,7 +64,7 @@ class Library:
     @classmethod
     def of(
         cls,
-        engine: TransformersEngine,
+        engine: Engine,
         prompts: PromptBuilder,
         passages: Sequence[Passage],
         *,
@@ -90,6 +90,7 @@ class Library:
 def compare(library: Library, answered: Answered) -> dict[str, Any]:
     """Row of one question: its answer, tokens by fate, TTFT of both ways in turn, KL of the default and of reuse."""
     engine, layout = library.engine, answered.layout
+    assert isinstance(engine, TransformersEngine), "full prefill is compared in the embedded engine"
     engine.warm(library.prompts, answered.passages, context="alone")  # what reuse alone needs
     timings = time_interleaved(
         {

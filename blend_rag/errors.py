@@ -46,3 +46,15 @@ class StoreError(BlendRagError):
 
 class ConnectorError(BlendRagError, ValueError):
     """vLLM's configuration, or a request's parameters, cannot be blended."""
+
+
+class ServerError(BlendRagError):
+    """A server refuses a request, or is not what it has to be."""
+
+
+class ServerUnreachableError(ServerError, ConnectionError):
+    """A server cannot be reached, is overloaded, or has broken off."""
+
+
+class ServerTimeoutError(ServerError, TimeoutError):
+    """A server did not answer in time."""

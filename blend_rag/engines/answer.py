@@ -34,6 +34,16 @@ class Answer:
             self.token_ids.append(token_id)
             if len(self.token_ids) >= self.max_tokens:
                 self.finish_reason = "length"
+        return self._show()
+
+    def end(self, finish_reason: str) -> str:
+        """No token comes any more; returns text to show now."""
+        if self.finish_reason:
+            return ""
+        self.finish_reason = finish_reason
+        return self._show()
+
+    def _show(self) -> str:
         whole = str(self._tokenizer.decode(self.token_ids, skip_special_tokens=True))
         ends = [whole.find(stop) for stop in self._stop if stop in whole]
         if ends:

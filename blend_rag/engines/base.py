@@ -8,12 +8,12 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol, overload, runtime_checkable
 
 from blend_rag.blend.policy import RecomputePolicy
-from blend_rag.errors import PolicyError
+from blend_rag.errors import PolicyError, PromptTooLongError
 from blend_rag.layout import Passage, PromptBuilder, PromptLayout, SegmentKind
 
 
@@ -45,6 +45,33 @@ class SamplingParams:
         for holds, message in checks:
             if not holds:
                 raise PolicyError(message)
+
+
+def sampling_params(sampling: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
+    """Parameters with some fields given by name.
+
+    Raises:
+        PolicyError: there is no such field, or a value makes no sense.
+    """
+    try:
+        return replace(sampling or SamplingParams(), **options)
+    except TypeError as error:
+        msg = f"unknown sampling parameter ({error}): see SamplingParams for those there are"
+        raise PolicyError(msg) from error
+
+
+def check_length(tokens: int, allowed: int, who: str) -> None:
+    """Refuse what does not fit into a model's context.
+
+    Raises:
+        PromptTooLongError: says by how much.
+    """
+    if tokens > allowed:
+        msg = (
+            f"{who} {tokens:,} tokens, {tokens - allowed:,} more than the model's {allowed:,}: "
+            "use fewer or shorter passages"
+        )
+        raise PromptTooLongError(msg)
 
 
 class TokenFate(str, Enum):

@@ -73,6 +73,17 @@ class ChunkKeeper:
             return MissReason.OTHER_SHAPE
         return kv
 
+    def why_absent(
+        self, chunk_ids: Sequence[int], context_ids: Sequence[int], document: str | None = None
+    ) -> MissReason | None:
+        """Why there is no KV of a chunk, or None where there is; it is not read."""
+        key = self.key(chunk_ids, context_ids)
+        try:
+            return None if key in self.store else self._why_missing(key, document)
+        except Exception as error:
+            self._report("looked up", error)
+            return MissReason.FAILED
+
     def _why_missing(self, key: ChunkKey, document: str | None) -> MissReason:
         reason = self.store.why_missing(key)
         if reason is MissReason.NEVER_WARMED and document and self.store.knows_document(document, self.namespace):

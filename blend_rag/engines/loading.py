@@ -104,6 +104,28 @@ def load_model_and_tokenizer(
     return model.to(target).eval(), tokenizer
 
 
+def load_tokenizer(spec: str | Path) -> Any:
+    """The fast tokenizer of a folder, a GGUF file or a hub id; no weights are fetched.
+
+    Raises:
+        ModelError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(spec).expanduser()
+    if path.is_file():
+        path = resolve_model(path)
+    elif not path.is_dir() and (path.is_absolute() or str(spec).count("/") != 1):
+        msg = f"there is no tokenizer at {spec}: pass the model's folder or hub id as model="
+        raise ModelError(msg)
+    with _quiet_transformers():
+        try:
+            return AutoTokenizer.from_pretrained(path if path.is_dir() else str(spec))
+        except Exception as error:  # the hub client raises many kinds
+            msg = f"the tokenizer of {spec} cannot be loaded ({_one_line(error)}): pass a local folder as model="
+            raise ModelError(msg) from error
+
+
 def _packaged_gguf() -> Path:
     try:
         files = importlib.metadata.files(DEFAULT_PACKAGE) or []

@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -22,7 +21,16 @@ from blend_rag.blend.plan import BlendPlan, Hit, HotKV
 from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.blend.selectors import make_selector
 from blend_rag.engines.answer import Answer
-from blend_rag.engines.base import Engine, Generation, GenerationChunk, SamplingParams, SegmentReport, WarmReport
+from blend_rag.engines.base import (
+    Engine,
+    Generation,
+    GenerationChunk,
+    SamplingParams,
+    SegmentReport,
+    WarmReport,
+    check_length,
+    sampling_params,
+)
 from blend_rag.engines.decoder import TransformersDecoder
 from blend_rag.engines.fingerprint import model_fingerprint
 from blend_rag.engines.hot import HotPrefixes
@@ -31,7 +39,7 @@ from blend_rag.engines.loading import DEFAULT_MODEL_NAME, load_model_and_tokeniz
 from blend_rag.engines.report import Lookup, make_report, segment_reports, token_fates
 from blend_rag.engines.sampling import make_sampler
 from blend_rag.engines.self_test import SelfTestReport, run_self_test
-from blend_rag.errors import BlendRagError, PolicyError, PromptTooLongError
+from blend_rag.errors import BlendRagError, PolicyError
 from blend_rag.kv import STORE_DTYPES, ChunkKey, ChunkKV
 from blend_rag.layout import Passage, Passages, PromptBuilder, PromptLayout, Segment, SegmentKind
 from blend_rag.stores import KVStore, MemoryStore, MissReason, open_store
@@ -218,7 +226,7 @@ class TransformersEngine:
             for piece in prompts.chunk_pieces(passage.text):
                 chunks.setdefault(piece, set()).update([passage.document] if passage.document else [])
         for chunk in chunks:
-            self._check_length(len(context_ids) + len(chunk), "a passage and its prefix need")
+            check_length(len(context_ids) + len(chunk), self.max_model_len, "a passage and its prefix need")
         total = sum(map(len, chunks))
         with tqdm(total=total, desc="warming", unit="tok", disable=not show_progress) as bar:
             done = self._fill(chunks, context_ids, bar.update)
@@ -359,7 +367,9 @@ class TransformersEngine:
             PolicyError: a sampling parameter or the selector makes no sense.
         """
         batch = [layouts] if isinstance(layouts, PromptLayout) else list(layouts)
-        answers = self._answer(batch, _sampling(sampling, options), policy, lambda row, text: None, threading.Event())
+        answers = self._answer(
+            batch, sampling_params(sampling, options), policy, lambda row, text: None, threading.Event()
+        )
         self._keep_new_chunks(batch, answers)
         return answers[0] if isinstance(layouts, PromptLayout) else answers
 
@@ -375,7 +385,7 @@ class TransformersEngine:
 
         Arguments and errors as in `generate`.
         """
-        chosen = _sampling(sampling, options)
+        chosen = sampling_params(sampling, options)
         pieces: queue.SimpleQueue[GenerationChunk | BaseException] = queue.SimpleQueue()
         cancelled = threading.Event()
         work = threading.Thread(
@@ -469,7 +479,7 @@ class TransformersEngine:
         cancelled = threading.Event()
         try:
             answers = await asyncio.to_thread(
-                self._answer, batch, _sampling(sampling, options), policy, lambda row, text: None, cancelled
+                self._answer, batch, sampling_params(sampling, options), policy, lambda row, text: None, cancelled
             )
             await asyncio.to_thread(self._keep_new_chunks, batch, answers)
         except asyncio.CancelledError:
@@ -486,7 +496,7 @@ class TransformersEngine:
         **options: Any,
     ) -> AsyncIterator[GenerationChunk]:
         """Async twin of `stream`."""
-        chosen = _sampling(sampling, options)
+        chosen = sampling_params(sampling, options)
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[GenerationChunk | BaseException] = asyncio.Queue()
         cancelled = threading.Event()
@@ -525,7 +535,7 @@ class TransformersEngine:
         policy = policy or self.policy
         make_selector(policy)
         for layout in layouts:
-            self._check_length(len(layout) + 1, "the prompt and one token of answer need")
+            check_length(len(layout) + 1, self.max_model_len, "the prompt and one token of answer need")
         planned = [self._plan(layout, policy) for layout in layouts]
         results = blend(self.decoder, [plan for plan, _ in planned])
         sampler = make_sampler(sampling, len(layouts))
@@ -638,14 +648,6 @@ class TransformersEngine:
             cache.update(padded[0], padded[1], layer)
         return cache
 
-    def _check_length(self, tokens: int, who: str) -> None:
-        if tokens > self.max_model_len:
-            msg = (
-                f"{who} {tokens:,} tokens, {tokens - self.max_model_len:,} more than the model's "
-                f"{self.max_model_len:,}: use fewer or shorter passages"
-            )
-            raise PromptTooLongError(msg)
-
     def _check_open(self) -> None:
         if self._closed:
             msg = "this engine is closed: load a new one"
@@ -681,14 +683,6 @@ def _open(store: KVStore | str | Sequence[str] | None) -> KVStore:
     if store is None:
         return MemoryStore()
     return open_store(store) if isinstance(store, (str, list, tuple)) else store  # type: ignore[return-value]
-
-
-def _sampling(sampling: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
-    try:
-        return replace(sampling or SamplingParams(), **options)
-    except TypeError as error:
-        msg = f"unknown sampling parameter ({error}): see SamplingParams for those there are"
-        raise PolicyError(msg) from error
 
 
 def _end_of_turn_ids(model: Any, tokenizer: Any) -> set[int]:

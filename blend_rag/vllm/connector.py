@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -17,6 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 
+import blend_rag
+from blend_rag.engines.wire import policy_parameters
 from blend_rag.errors import ConnectorError
 from blend_rag.vllm.checks import check_config
 from blend_rag.vllm.messages import StepNews, StepOrders
@@ -66,8 +69,24 @@ class BlendConnector(KVConnectorBase_V1):
         model_config = vllm_config.model_config
         parser = RequestParser(self._settings, borders, model_config.max_model_len, model_config.get_vocab_size())
         return BlendScheduler(
-            self._settings, parser, self._block_size, bool(vllm_config.cache_config.enable_prefix_caching)
+            self._settings,
+            parser,
+            self._block_size,
+            bool(vllm_config.cache_config.enable_prefix_caching),
+            self._about(model_config),
         )
+
+    def _about(self, model_config: Any) -> dict[str, Any]:
+        """What clients may know of this server."""
+        return {
+            "blend_rag": blend_rag.__version__,
+            "vllm": vllm.__version__,
+            "policy": policy_parameters(self._settings.policy),
+            "separator": self._settings.separator,
+            "lasting_store": bool(self._settings.store),
+            "dtype": str(model_config.dtype).removeprefix("torch."),
+            "max_model_len": model_config.max_model_len,
+        }
 
     # Worker
 

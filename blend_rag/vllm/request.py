@@ -16,17 +16,42 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from blend_rag.blend.policy import RecomputePolicy
+from blend_rag.engines.wire import COMMAND_PROMPT, POLICY_FIELDS, Command, request_parameters
 from blend_rag.errors import ConnectorError
 from blend_rag.kv import FORMAT_VERSION, hash_token_ids
 from blend_rag.layout import PromptLayout, Segment, SegmentKind, WindowSegmenter
-from blend_rag.vllm.settings import POLICY_FIELDS, BlendSettings, policy_from
+from blend_rag.vllm.settings import BlendSettings, policy_from
 
-PARAMETERS = ("segments", "context_ids", "warm", "namespace", "window", *POLICY_FIELDS)
+__all__ = ["BlendRequest", "BorderFinder", "Order", "RequestParser", "namespace_salt", "request_parameters"]
+
+PARAMETERS = ("segments", "context_ids", "warm", "namespace", "window", "id", *POLICY_FIELDS)
 """What `kv_transfer_params` may hold for this connector."""
+
+COMMAND_PARAMETERS = ("command", "prompt", "link", "document")
+"""What it may hold besides in a command."""
 
 _MAX_DOCUMENT = 1024
 _BLIND_SELECTORS = ("first-k", "random", "k-deviation", "v-deviation")
 """Rules whose choice does not depend on what stands behind the last chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A command and its arguments.
+
+    Attributes:
+        command: which.
+        asked: the prompt a lookup is about, and under which policy.
+        link: note the documents of chunks that a lookup finds.
+        document: what to forget.
+        name: the client's name of the request whose report is wanted.
+    """
+
+    command: Command
+    asked: BlendRequest | None = None
+    link: bool = False
+    document: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +63,16 @@ class BlendRequest:
         policy: what is recomputed.
         namespace: whose KV.
         warm: compute and keep the chunks' KV; the answer does not matter.
+        name: the client's own, under which the report can be asked for later.
+        order: a command, carried out in place of a blend; `layout` is then its own short prompt.
     """
 
     layout: PromptLayout
     policy: RecomputePolicy
     namespace: str
     warm: bool = False
+    name: str | None = None
+    order: Order | None = None
 
     @property
     def blend_tokens(self) -> int:
@@ -53,12 +82,12 @@ class BlendRequest:
     @property
     def first_chunk(self) -> int:
         """Position of the first token whose KV may be approximate."""
-        return min(chunk.start for chunk in self.layout.of_kind(SegmentKind.CHUNK))
+        return min((chunk.start for chunk in self.layout.of_kind(SegmentKind.CHUNK)), default=0)
 
     @property
     def chunks_end(self) -> int:
         """Position behind the last such token."""
-        return max(chunk.end for chunk in self.layout.of_kind(SegmentKind.CHUNK))
+        return max((chunk.end for chunk in self.layout.of_kind(SegmentKind.CHUNK)), default=len(self.layout))
 
     def salt(self) -> bytes:
         """Digest of everything but the tokens before a block that shapes its blended KV."""
@@ -74,36 +103,6 @@ class BlendRequest:
             "ids": hash_token_ids(layout.token_ids[:seen]),
         }
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()
-
-
-def request_parameters(
-    layout: PromptLayout, *, policy: RecomputePolicy | None = None, warm: bool = False, namespace: str | None = None
-) -> dict[str, Any]:
-    """What a client puts into `kv_transfer_params` to have a layout blended; the prompt is the layout's token ids.
-
-    Args:
-        layout: the prompt.
-        policy: what to recompute; None leaves it to the server.
-        warm: only compute and keep the chunks' KV.
-        namespace: the server's; None takes it as it is.
-    """
-    found: dict[str, Any] = {
-        "segments": [
-            [segment.kind.value, len(segment), *([segment.document] if segment.document else [])]
-            for segment in layout.segments
-        ]
-    }
-    first = layout.segments[0]
-    leading = layout.ids(first) if first.kind is SegmentKind.PREFIX else ()
-    if layout.context_ids != leading:
-        found["context_ids"] = list(layout.context_ids)
-    if policy:
-        found |= {name: getattr(policy, name) for name in POLICY_FIELDS}
-    if warm:
-        found["warm"] = True
-    if namespace is not None:
-        found["namespace"] = namespace
-    return found
 
 
 def namespace_salt(namespace: str) -> bytes:
@@ -161,7 +160,11 @@ class RequestParser:
             ConnectorError: the parameters make no sense.
         """
         given = dict(params or {})
-        mine = {name: given[name] for name in PARAMETERS if name in given}
+        if "command" in given:
+            return self._command(tuple(token_ids), given)
+        return self._blend(tuple(token_ids), {name: given[name] for name in PARAMETERS if name in given})
+
+    def _blend(self, token_ids: tuple[int, ...], mine: Mapping[str, Any]) -> BlendRequest | None:
         namespace = mine.get("namespace", self._settings.namespace)
         if namespace != self._settings.namespace:
             raise ConnectorError("the namespace is not this server's")
@@ -169,13 +172,39 @@ class RequestParser:
         if not isinstance(warm, bool):
             raise ConnectorError(f"warm is {warm!r}: give true or false")
         policy = policy_from(mine, self._settings.policy)
-        layout = self._layout(tuple(token_ids), mine)
+        layout = self._layout(token_ids, mine)
         if layout is None or not layout.of_kind(SegmentKind.CHUNK):
             if warm:
                 raise ConnectorError("there is no chunk to warm: name the prompt's segments")
             return None
         self._check_positions(layout)
-        return BlendRequest(layout, replace(policy, ratio=0.0) if warm else policy, namespace, warm)
+        name = _name(mine["id"], "id") if "id" in mine else None
+        return BlendRequest(layout, replace(policy, ratio=0.0) if warm else policy, namespace, warm, name)
+
+    def _command(self, token_ids: tuple[int, ...], given: Mapping[str, Any]) -> BlendRequest:
+        """A command; its own prompt is one segment that is computed as it is."""
+        if unknown := sorted(set(given) - {*PARAMETERS, *COMMAND_PARAMETERS}):
+            raise ConnectorError(f"a command has no parameter {unknown[0]!r}")
+        try:
+            command = Command(given["command"])
+        except ValueError as error:
+            raise ConnectorError(f"there is no such command: there are {', '.join(Command)}") from error
+        if len(token_ids) != COMMAND_PROMPT:
+            raise ConnectorError(f"a command has a prompt of {COMMAND_PROMPT} tokens")
+        namespace = given.get("namespace", self._settings.namespace)
+        if namespace != self._settings.namespace:
+            raise ConnectorError("the namespace is not this server's")
+        order = Order(command)
+        if command is Command.LOOKUP:
+            prompt = self._token_ids(given.get("prompt"), "prompt")
+            asked = self._blend(prompt, {name: given[name] for name in PARAMETERS if name in given})
+            order = Order(command, asked, link=given.get("link") is True)
+        elif command is Command.FORGET:
+            order = Order(command, document=_name(given.get("document"), "document", _MAX_DOCUMENT))
+        elif command is Command.REPORT:
+            order = Order(command, name=_name(given.get("id"), "id"))
+        layout = PromptLayout(token_ids, (Segment(SegmentKind.QUESTION, 0, len(token_ids), ""),))
+        return BlendRequest(layout, self._settings.policy, namespace, order=order)
 
     def _check_positions(self, layout: PromptLayout) -> None:
         """Refuse what would need positions beyond the model's: RoPE tables end there.
@@ -227,10 +256,13 @@ class RequestParser:
         """Ids the chunks' KV is computed behind: as given, or the leading prefix segment's."""
         if given is None:
             return token_ids[: segments[0].end] if segments[0].kind is SegmentKind.PREFIX else ()
+        return self._token_ids(given, "context_ids")
+
+    def _token_ids(self, given: Any, name: str) -> tuple[int, ...]:
         if not isinstance(given, (list, tuple)) or len(given) >= self._max_model_len:
-            raise ConnectorError("context_ids is no list of token ids that fits into the model's context")
+            raise ConnectorError(f"{name} is no list of token ids that fits into the model's context")
         if not all(type(token_id) is int and 0 <= token_id < self._vocabulary for token_id in given):
-            raise ConnectorError("context_ids holds something that is no token id of this model")
+            raise ConnectorError(f"{name} holds something that is no token id of this model")
         return tuple(given)
 
     def _separated(self, token_ids: tuple[int, ...], spans: Sequence[tuple[int, int]]) -> PromptLayout | None:
@@ -262,6 +294,12 @@ class RequestParser:
         if segments[-1].kind is not SegmentKind.QUESTION:
             return None  # nothing is asked
         return PromptLayout(token_ids, segments, self._context(token_ids, segments, None))
+
+
+def _name(given: Any, what: str, longest: int = 128) -> str:
+    if not (isinstance(given, str) and 0 < len(given) <= longest):
+        raise ConnectorError(f"{what} is no text of at most {longest} characters")
+    return given
 
 
 def _entry(entry: Any) -> tuple[SegmentKind, int, str | None]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.logger import init_logger
 
+from blend_rag.engines.wire import REPORT, Command
 from blend_rag.errors import BlendRagError, ConnectorError
+from blend_rag.layout import Segment
 from blend_rag.vllm.messages import ANY_PAGE, Job, Report, StepNews, StepOrders, Verification
 from blend_rag.vllm.metrics import BlendStats
 from blend_rag.vllm.request import BlendRequest, RequestParser, namespace_salt
@@ -26,9 +29,13 @@ _BYPASSES = {
 }
 
 
+_KEPT_REPORTS = 4096
+"""Reports that can still be asked for by their requests' names."""
+
+
 @dataclass(slots=True)
 class _Tracked:
-    """A request that may be blended."""
+    """A request that may be blended, or a command."""
 
     request: BlendRequest
     salt: bytes
@@ -46,9 +53,17 @@ class BlendScheduler:
         parser: finds segments.
         block_size: tokens of a page.
         caches_prefixes: vLLM's prefix cache is on.
+        about: what clients may know of this server.
     """
 
-    def __init__(self, settings: BlendSettings, parser: RequestParser, block_size: int, caches_prefixes: bool) -> None:
+    def __init__(
+        self,
+        settings: BlendSettings,
+        parser: RequestParser,
+        block_size: int,
+        caches_prefixes: bool,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
         self._settings = settings
         self._parser = parser
         self._block_size = block_size
@@ -58,6 +73,9 @@ class BlendScheduler:
         self._jobs: list[Job] = []
         self._gone: set[str] = set()
         self._told: set[str] = set()
+        self._about = dict(about or {})
+        self._declined: dict[str, Report] = {}  # of requests that run as plain prefill, by vLLM's id
+        self._named: OrderedDict[str, Report] = OrderedDict()  # reports by the client's names
         self._unfinished = False
         self._forget = False
         self.stats = BlendStats()
@@ -83,20 +101,29 @@ class BlendScheduler:
             if obstacle:
                 if params:
                     self.stats.count_request("bypassed")
-                    self._say_once(f"a request {_BYPASSES[obstacle]}: it runs as plain prefill")
+                    self._decline(request, f"a request {_BYPASSES[obstacle]}")
                 return None
             blend = self._parser.parse(request.prompt_token_ids, params)
             if blend is None or not blend.blend_tokens:
                 return None
-            # warming looks at the stores every time: pages of an earlier warming must not answer for them
-            return _Tracked(blend, blend.salt() + request.request_id.encode() if blend.warm else blend.salt())
+            # warming and commands look every time: pages of an earlier one must not answer for them
+            once = request.request_id.encode() if blend.warm or blend.order else b""
+            tracked = _Tracked(blend, blend.salt() + once)
+            if blend.order and blend.order.command is Command.ABOUT:
+                tracked.report = dict(self._about)
+            return tracked
         except BlendRagError as error:
             message = str(error)
         except Exception as error:  # a client must not be able to stop the engine
             message = f"{type(error).__name__}: {error}"
         self.stats.count_request("refused")
-        self._say_once(f"parameters of a request are refused ({message}): it runs as plain prefill")
+        self._decline(request, f"parameters of a request are refused ({message})")
         return None
+
+    def _decline(self, request: Any, why: str) -> None:
+        """Leave a request to vLLM; its answer and the log say why."""
+        self._declined[request.request_id] = {"error": why}
+        self._say_once(f"{why}: it runs as plain prefill")
 
     def matched_tokens(self, request: Any, cached_tokens: int) -> tuple[int | None, bool]:
         """Tokens the blend will supply beyond those vLLM's cache holds; None to be asked again later."""
@@ -104,10 +131,13 @@ class BlendScheduler:
         if tracked is None or tracked.failed or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
         blend = tracked.request
+        if blend.order and blend.order.command in (Command.ABOUT, Command.REPORT):
+            return 0, False  # answered here
         if cached_tokens >= blend.chunks_end:  # an identical blend is cached; what is left is exact
             if not tracked.report:
                 self.stats.count_request("cached")
                 tracked.report = _cached_report(blend, cached_tokens)
+                self._keep_report(tracked)
             return 0, False
         if self._caches_prefixes and self._under_way.get(tracked.salt, request.request_id) != request.request_id:
             return None, False  # the same blend is under way: wait and share its pages
@@ -166,16 +196,28 @@ class BlendScheduler:
             tracked.report = report
             tracked.failed = "error" in report
             self._forget_under_way(request_id, tracked)
+            self._keep_report(tracked)
 
     def finished(self, request: Any) -> Report | None:
         """Forget a request; what its answer is told."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
-            return None
+            declined = self._declined.pop(request.request_id, None)
+            return {REPORT: declined} if declined else None
         self._forget_under_way(request.request_id, tracked)
         self._jobs = [job for job in self._jobs if job.request_id != request.request_id]
-        tracked.report.pop("verify", None)
-        return {"blend_rag": tracked.report} if tracked.report else None
+        report = _told(tracked.report)
+        order = tracked.request.order
+        if order and order.command is Command.REPORT:
+            report = {"report": self._named.get(order.name)}
+        return {REPORT: report} if report else None
+
+    def _keep_report(self, tracked: _Tracked) -> None:
+        """Let the report be asked for by the client's name of its request."""
+        if tracked.request.name:
+            self._named[tracked.request.name] = _told(tracked.report)
+            if len(self._named) > _KEPT_REPORTS:
+                self._named.popitem(last=False)
 
     @property
     def has_unfinished_work(self) -> bool:
@@ -192,6 +234,11 @@ class BlendScheduler:
             logger.warning("%s", message)
 
 
+def _told(report: Report) -> Report:
+    """A report without what only the scheduler needs."""
+    return {name: value for name, value in report.items() if name != "verify"}
+
+
 def _cached_report(blend: BlendRequest, cached_tokens: int) -> Report:
     """What the answer of a request is told whose identical blend vLLM's prefix cache holds."""
     total = len(blend.layout)
@@ -202,9 +249,17 @@ def _cached_report(blend: BlendRequest, cached_tokens: int) -> Report:
         "ratio": blend.policy.ratio,
         "selector": blend.policy.selector,
         "recomputed": [],
+        "segments": [_cached_counts(segment, blend.first_chunk, cached_tokens) for segment in blend.layout.segments],
         "chunks": [],
         "misses": {},
     }
+
+
+def _cached_counts(segment: Segment, first_chunk: int, cached_tokens: int) -> list[int]:
+    """Tokens of a segment that are hot, reused, recomputed and computed where an identical blend is cached."""
+    hot = max(0, min(segment.end, first_chunk, cached_tokens) - segment.start)
+    cached = max(0, min(segment.end, cached_tokens) - segment.start)
+    return [hot, cached - hot, 0, len(segment) - cached]
 
 
 def _obstacle(request: Any) -> str | None:

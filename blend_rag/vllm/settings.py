@@ -9,12 +9,12 @@ from typing import Any
 
 from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.blend.selectors import make_selector
+from blend_rag.engines.wire import POLICY_FIELDS
 from blend_rag.errors import ConnectorError, PolicyError
 from blend_rag.in_band import check_separator
 from blend_rag.kv import STORE_DTYPES
 from blend_rag.stores.url import parse_bytes
 
-POLICY_FIELDS = ("ratio", "selector", "check_layer", "schedule", "context", "seed")
 _RESEARCH_SELECTORS = ("oracle",)
 
 

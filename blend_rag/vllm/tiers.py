@@ -114,8 +114,21 @@ class WorkerTiers:
         if not isinstance(found, ChunkKV):
             return found
         own = self._own(found.data)
-        self._remember(self._host, self.key(query), own)
+        self._remember(self._host, self.key(query), own, query.documents)
         return Found(own, STORE)
+
+    def where(self, query: Query) -> Future[str | MissReason]:
+        """The fastest tier that has a chunk, or why none has; nothing is loaded."""
+        return self._pool.submit(self._where, query)
+
+    def _where(self, query: Query) -> str | MissReason:
+        key = self.key(query)
+        for tier, name in ((self._gpu, GPU), (self._host, HOST)):
+            if tier and key in tier:
+                return name
+        if self._store is None:
+            return self._host.why_missing(key) if self._host else MissReason.NEVER_WARMED
+        return self._keeper.why_absent(query.chunk_ids, query.context_ids, query.document) or STORE
 
     def _own(self, data: torch.Tensor) -> ChunkKV:
         """A copy of this rank's heads, pinned where a GPU will read them; a store may hand out mapped files."""
@@ -143,7 +156,7 @@ class WorkerTiers:
         """
         key = self.key(query)
         if self._gpu:
-            self._remember(self._gpu, key, kv)
+            self._remember(self._gpu, key, kv, query.documents)
         whole = self._decoder.all_heads(kv.data, self._total_kv_heads) if self._store else None
         own_host = _to_host(kv.data) if self._host else None
         whole_host = None
@@ -167,6 +180,9 @@ class WorkerTiers:
 
     def link(self, query: Query) -> list[Future[str | None]]:
         """Note that KV that is there comes from a document too; what to wait for."""
+        for tier in (self._gpu, self._host):
+            if tier:
+                tier.link(self.key(query), query.documents)
         if not query.documents or not self._store or self._decoder.rank:
             return []
         return [self._pool.submit(self._link, self.key(query), query.documents)]
@@ -179,6 +195,18 @@ class WorkerTiers:
             return f"{type(error).__name__}: {error}"
         return None
 
+    def forget_document(self, document: str) -> Future[int]:
+        """Delete the KV that no other document uses, in every tier; how many chunks the last tier had."""
+        return self._pool.submit(self._forget_document, document)
+
+    def _forget_document(self, document: str) -> int:
+        namespace, count = self._keeper.namespace, 0
+        for tier in (self._gpu, self._host):
+            count = max(count, tier.delete_document(document, namespace) if tier else 0)
+        if self._store and not self._decoder.rank:
+            count = self._store.delete_document(document, namespace)
+        return count
+
     @property
     def has_gpu(self) -> bool:
         """Whether there is a tier where the model runs."""
@@ -188,7 +216,8 @@ class WorkerTiers:
         """Keep a copy of KV from host memory on the GPU; whether it was not there yet."""
         if self._gpu is None or kv.nbytes > self._gpu_bytes or self.key(query) in self._gpu:
             return False
-        self._remember(self._gpu, self.key(query), ChunkKV(kv.data.to(self._decoder.device, non_blocking=True)))
+        copy = ChunkKV(kv.data.to(self._decoder.device, non_blocking=True))
+        self._remember(self._gpu, self.key(query), copy, query.documents)
         return True
 
     @staticmethod

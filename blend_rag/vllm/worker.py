@@ -22,6 +22,7 @@ from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.engines.base import TokenFate
 from blend_rag.engines.hot import HotPrefixes
 from blend_rag.engines.report import token_fates
+from blend_rag.engines.wire import Command, segment_counts
 from blend_rag.errors import ConnectorError, StoreError
 from blend_rag.kv import ChunkKV
 from blend_rag.layout import PromptLayout, Segment, SegmentKind
@@ -31,7 +32,7 @@ from blend_rag.vllm.fingerprint import sample_weights, served_fingerprint
 from blend_rag.vllm.messages import ANY_PAGE, Job, Report, StepNews, StepOrders, Verification
 from blend_rag.vllm.metrics import BlendStats
 from blend_rag.vllm.pages import Pages, kv_bytes_per_token
-from blend_rag.vllm.request import BlendRequest
+from blend_rag.vllm.request import BlendRequest, Order
 from blend_rag.vllm.self_check import NOISE_FACTOR, SelfCheck, check_blending, kv_difference, precision
 from blend_rag.vllm.settings import BlendSettings
 from blend_rag.vllm.tiers import Found, Lookup, Query, WorkerTiers
@@ -212,7 +213,7 @@ class BlendWorker:
 
     def _begin(self, job: Job, filling: set[int]) -> _Running:
         chunks = []
-        for index, queries in _queries(job.request):
+        for index, queries in [] if job.request.order else _queries(job.request):
             chunks.append(_Chunk(index, queries, [self.tiers.look(query) for query in queries]))
         cached = set(job.block_ids[: -(-job.cached_tokens // self._block_size)])
         waits = bool(cached) and (ANY_PAGE in filling or bool(cached & filling))
@@ -240,7 +241,8 @@ class BlendWorker:
                 spent += rows
             return spent
         except StopIteration:
-            self.stats.count_request("warmed" if job.request.warm else "blended")
+            outcome = "warmed" if job.request.warm else "commanded" if job.request.order else "blended"
+            self.stats.count_request(outcome)
         except Exception as error:
             self._fail(running, error)
         self._running.remove(running)
@@ -277,6 +279,9 @@ class BlendWorker:
 
     def _work(self, running: _Running) -> Work:
         job, request = running.job, running.job.request
+        if request.order:
+            yield from self._carry_out(running, request.order)
+            return
         if self._broken:
             raise ConnectorError(self._broken)
         if not self._is_verified and self._verifying is None and not request.warm:
@@ -306,6 +311,45 @@ class BlendWorker:
         used = [(chunk.query, chunk.found.kv) for chunk in running.chunks if chunk.found and chunk.query]
         if used and self.tiers.has_gpu:
             self._later.append(self._promote(used))
+
+    def _carry_out(self, running: _Running, order: Order) -> Work:
+        """A command; then its own short prompt is computed like any other, so that vLLM can end it."""
+        if order.command is Command.LOOKUP:
+            running.report = {"chunks": (yield from self._find(order))}
+        elif order.command is Command.FORGET:
+            running.report = {"forgotten": (yield from self._forget_document(order.document))}
+        plan = BlendPlan.of(running.job.request.layout, {}, RecomputePolicy(ratio=0.0))
+        [result] = yield from blend_in_steps(self.decoder, [plan], self._max_rows)
+        self._write(running.job, result)
+
+    def _find(self, order: Order) -> Generator[int | None, None, list[dict[str, Any]]]:
+        """Which chunks have KV, in the terms of a report; nothing is loaded."""
+        if order.asked is None:
+            return []
+        asked = _queries(order.asked)
+        presence = [(index, queries, [self.tiers.where(query) for query in queries]) for index, queries in asked]
+        deadline = time.monotonic() + self._settings.load_timeout
+        futures = [future for _, _, found in presence for future in found]
+        while not self.decoder.all_agree([all(f.done() for f in futures) or time.monotonic() > deadline])[0]:
+            yield None
+        details = []
+        for index, queries, found in presence:
+            if order.asked.layout.segments[index].kind is not SegmentKind.CHUNK:
+                continue
+            tiers = [future.result() if future.done() else MissReason.TOO_SLOW for future in found]
+            held = [(q, t) for q, t in zip(queries, tiers, strict=True) if not isinstance(t, MissReason)]
+            query, tier = held[0] if held else (None, None)
+            reason = tiers[0] if isinstance(tiers[0], MissReason) else None
+            details.append(_detail(index, query, tier, reason))
+            if order.link and query:
+                self.tiers.link(query)
+        return details
+
+    def _forget_document(self, document: str) -> Generator[int | None, None, int]:
+        deletion = self.tiers.forget_document(document)
+        while not self.decoder.all_agree([deletion.done()])[0]:
+            yield None
+        return deletion.result()
 
     def _read_cached(self, job: Job) -> HotKV | None:
         """K and V of the exact leading tokens that vLLM's cache holds."""
@@ -521,10 +565,7 @@ def _report(job: Job, plan: BlendPlan, result: BlendResult, chunks: Sequence[_Ch
             reused = fates[segment.start : segment.end].count(TokenFate.REUSED)
             tokens[chunk.found.tier] = tokens.get(chunk.found.tier, 0) + reused
         if segment.kind is SegmentKind.CHUNK:
-            context = None if chunk.query is None else "prefix" if chunk.query.context_ids else "alone"
-            tier = chunk.found.tier if chunk.found else None
-            reason = chunk.reason.value if chunk.reason else None
-            details.append({"segment": chunk.index, "tier": tier, "context": context, "reason": reason})
+            details.append(_detail(chunk.index, chunk.query, chunk.found.tier if chunk.found else None, chunk.reason))
     tokens["recomputed"] = fates.count(TokenFate.RECOMPUTED)
     tokens["computed"] = tokens.get("computed", 0) + fates.count(TokenFate.COMPUTED)
     misses: dict[str, int] = {}
@@ -538,9 +579,16 @@ def _report(job: Job, plan: BlendPlan, result: BlendResult, chunks: Sequence[_Ch
         "ratio": plan.policy.ratio,
         "selector": plan.policy.selector,
         "recomputed": result.recomputed.tolist() if len(result.recomputed) <= _LISTED else None,
+        "segments": segment_counts(layout, fates),
         "chunks": details,
         "misses": misses,
     }
+
+
+def _detail(index: int, query: Query | None, tier: str | None, reason: MissReason | None) -> dict[str, Any]:
+    """What a report tells of a chunk."""
+    context = None if query is None else "prefix" if query.context_ids else "alone"
+    return {"segment": index, "tier": tier, "context": context, "reason": reason.value if reason else None}
 
 
 _LISTED = 4096

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
 from typing_extensions import Self
 
 from blend_rag import Engine, Generation, PromptLayout, RecomputePolicy, SamplingParams, load_engine
@@ -39,7 +39,8 @@ class BlendModel(BaseModel):
     model_config = CONFIG
 
     engine: Any = Field(default=None, exclude=True, repr=False)
-    """An engine of the core; left out, one is loaded from `model` and closed with this object."""
+    """An engine of the core, or the name of one to load from `model` and to close with this object: "transformers" (the
+    default), "vllm", or the URL of a vLLM server with the connector."""
     model: str | None = None
     """Model folder, GGUF file or hub id; left out, the packaged SmolLM2-135M-Instruct."""
     policy: RecomputePolicy | None = None
@@ -48,6 +49,10 @@ class BlendModel(BaseModel):
     """Where chunk KV is kept, as `blend_rag.open_store` takes it; only where the engine is loaded here."""
     namespace: str = ""
     """KV of one namespace is never seen by another; only where the engine is loaded here."""
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    """Of the server whose URL `engine` is; by default `VLLM_API_KEY` of the environment."""
+    engine_options: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
+    """Further arguments of the engine that is loaded here."""
     separator: str = DEFAULT_SEPARATOR
     """What stands between chunks where a prompt does not say."""
     in_band_separator: str = IN_BAND_SEPARATOR
@@ -80,9 +85,11 @@ class BlendModel(BaseModel):
     @model_validator(mode="after")
     def _open(self) -> Self:
         self._sampling(None, {})  # bad values are said now
-        if self.engine is None:
-            options = {"store": self.store, "namespace": self.namespace, "policy": self.policy}
-            self.engine = load_engine(self.model, **{name: value for name, value in options.items() if value})
+        if self.engine is None or isinstance(self.engine, str):
+            key = self.api_key.get_secret_value() if self.api_key else None
+            given = {"store": self.store, "namespace": self.namespace, "policy": self.policy, "api_key": key}
+            options: dict[str, Any] = {name: value for name, value in given.items() if value}
+            self.engine = load_engine(self.model, engine=self.engine, **{**options, **self.engine_options})
             self._owns_engine = True
         self._runtime = BlendRuntime(
             self.engine.tokenizer,

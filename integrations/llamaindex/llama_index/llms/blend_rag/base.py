@@ -72,10 +72,13 @@ class BlendLLM(LLM):
 
     Args:
         model: model folder, GGUF file or hub id; left out, the packaged SmolLM2-135M-Instruct.
-        engine: an engine of the core, in place of `model`.
+        engine: an engine of the core, or the name of one to load: "transformers" (the default), "vllm", or the URL of
+            a vLLM server with the connector.
         policy: what is recomputed; by default the engine's.
         store: where chunk KV is kept, as `blend_rag.open_store` takes it.
         namespace: KV of one namespace is never seen by another.
+        api_key: of the server whose URL `engine` is; by default `VLLM_API_KEY` of the environment.
+        engine_options: further arguments of the engine that is loaded here.
         kwargs: fields of this class and of LlamaIndex's `LLM`.
 
     Raises:
@@ -114,19 +117,24 @@ class BlendLLM(LLM):
         engine: Any = None,
         policy: RecomputePolicy | None = None,
         store: Any = None,
+        api_key: str | None = None,
+        engine_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         hooks = [kwargs.get(name) is not None for name in ("messages_to_prompt", "completion_to_prompt")]
         super().__init__(model=model, **kwargs)  # type: ignore[call-arg]
         self._sampling({})  # bad values are said now
-        self._owns_engine = engine is None
-        options = {"store": store, "namespace": self.namespace, "policy": policy}
-        loaded = {name: value for name, value in options.items() if value}
-        self._engine = load_engine(model, **loaded) if engine is None else engine
+        self._owns_engine = engine is None or isinstance(engine, str)
+        if self._owns_engine:
+            given = {"store": store, "namespace": self.namespace, "policy": policy, "api_key": api_key}
+            loaded: dict[str, Any] = {name: value for name, value in given.items() if value}
+            engine = load_engine(model, engine=engine, **{**loaded, **(engine_options or {})})
+        self._engine = engine
         self._policy = policy
         self._own_hooks = (hooks[0], hooks[1])
-        options = {"separator": self.separator, "template_kwargs": self.template_kwargs}
-        self._builders = PromptBuilders(self._engine.tokenizer, **options)
+        self._builders = PromptBuilders(
+            self._engine.tokenizer, separator=self.separator, template_kwargs=self.template_kwargs
+        )
         self._raw_builders = PromptBuilders(self._engine.tokenizer, separator=self.separator, chat=False)
 
     @classmethod
