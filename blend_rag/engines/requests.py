@@ -7,6 +7,7 @@ embedded engine, so that answers are the same. Subclasses say how a request trav
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -41,6 +42,8 @@ from blend_rag.engines.wire import (
 )
 from blend_rag.errors import BlendRagError, PolicyError, ServerError
 from blend_rag.layout import Passage, Passages, PromptBuilder, PromptLayout, Segment, SegmentKind
+
+logger = logging.getLogger(__name__)
 
 _WARM_TOKENS = 4096  # of chunks in one warming request, and in one lookup before it
 
@@ -92,10 +95,6 @@ class RequestEngine(ABC):
     def _pieces(self, ask: Ask) -> AsyncIterator[Piece]:
         """Send a request; its answer piece by piece. Closing the iterator aborts it."""
 
-    async def _told(self, ask: Ask) -> dict[str, Any] | None:
-        """The connector's word on a request whose answer came without."""
-        return None
-
     async def _again(self, work: Callable[[], Any], patience_s: float | None = None) -> Any:
         """Do work that may be repeated where the way to vLLM fails."""
         return await work()
@@ -105,6 +104,8 @@ class RequestEngine(ABC):
         """Let go of what the subclass holds."""
 
     _concurrency: int = 64
+    _report_early: bool = False
+    """Ask for the report as soon as there is a first token, because the answer will not bring it along."""
     _warm_patience_s: float = 0.0
 
     # Opening and closing
@@ -138,6 +139,18 @@ class RequestEngine(ABC):
             msg = f"{command.value}: {told['error']}"
             raise ServerError(msg)
         return told
+
+    async def _report(self, ask: Ask) -> dict[str, Any] | None:
+        """The report on a request whose answer came without: it was streamed, or ended by a stop string.
+
+        Behind a router another server may be asked, which knows nothing of it.
+        """
+        try:
+            told = await self._command(Command.REPORT, id=ask.params["id"])
+        except ServerError as error:
+            logger.info("no report: %s", error)
+            return None
+        return (told or {}).get("report")
 
     async def _send_command(self, params: dict[str, Any]) -> dict[str, Any] | None:
         one = SamplingParams(max_tokens=1)
@@ -524,8 +537,8 @@ class RequestEngine(ABC):
                 ends_turn = piece.finish_reason == "stop" and not isinstance(piece.stop_reason, str)
                 if (ids or piece.finish_reason) and not first:
                     first = time.perf_counter()
-                    if ask.wants_report and not piece.finish_reason:
-                        report = asyncio.ensure_future(self._told(ask))
+                    if ask.wants_report and self._report_early and not piece.finish_reason:
+                        report = asyncio.ensure_future(self._report(ask))
                 if ends_turn and ids:
                     ids.pop()  # the token that ends the turn is no part of the answer
                 for token_id in ids:
@@ -534,7 +547,7 @@ class RequestEngine(ABC):
                     show(answer.end(piece.finish_reason if piece.finish_reason != "abort" else "cancelled"))
                     told = (piece.told or {}).get(REPORT)
             if told is None and ask.wants_report:
-                told = await (report or self._told(ask))
+                told = await (report or self._report(ask))
         finally:
             if report:
                 report.cancel()

@@ -65,6 +65,7 @@ class ServerEngine(RequestEngine):
         warm_patience: float = 600.0,
     ) -> None:
         super().__init__("blend-rag-server")
+        self._report_early = True
         self.url = url.rstrip("/").removesuffix("/v1")
         self.namespace = namespace
         self._max_retries = max_retries
@@ -170,15 +171,6 @@ class ServerEngine(RequestEngine):
         if not finished:
             msg = f"{self.url} broke off in the middle of an answer"
             raise ServerUnreachableError(msg)
-
-    async def _told(self, ask: Ask) -> dict[str, Any] | None:
-        """The report of a streamed answer; behind a router another server may be asked, which knows nothing of it."""
-        try:
-            told = await self._command(Command.REPORT, id=ask.params["id"])
-        except ServerError as error:
-            logger.info("no report: %s", error)
-            return None
-        return (told or {}).get("report")
 
     async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         async with self._sent(self._client.stream(method, path, json=body)) as lines:

@@ -19,6 +19,8 @@ from blend_rag.engines.vllm_setup import Machine, Memory, connector_config
 from blend_rag.engines.wire import Command
 from blend_rag.errors import ConnectorError, ModelError, PolicyError
 
+_SHUTDOWN_S = 10.0
+
 
 class VLLMEngine(RequestEngine):
     """Answers prompts with vLLM and the connector, in this process (vLLM starts workers of its own).
@@ -115,7 +117,8 @@ class VLLMEngine(RequestEngine):
         self.about: dict[str, Any] = about
 
     async def _aclose(self) -> None:
-        self._llm.shutdown()
+        self._llm.shutdown(timeout=_SHUTDOWN_S)
+        del self._llm
 
     async def _pieces(self, ask: Ask) -> AsyncIterator[Piece]:
         answer = self._llm.generate(
