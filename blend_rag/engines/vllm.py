@@ -70,7 +70,8 @@ class VLLMEngine(RequestEngine):
             self.policy = policy or RecomputePolicy()
             self._checked(None)
             self._vllm = _import_vllm()
-            path = resolve_model(model, show_progress=show_progress)
+            dummy = vllm_options.get("load_format") == "dummy" and model is not None  # needs no weights
+            path = Path(str(model)) if dummy else resolve_model(model, show_progress=show_progress)
             self.model_name = str(model) if model is not None else DEFAULT_MODEL_NAME
             self.tokenizer = load_tokenizer(path)
             self.namespace = namespace

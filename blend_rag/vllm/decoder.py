@@ -114,7 +114,7 @@ class VLLMDecoder:
         unrotated: bool = False,
     ) -> torch.Tensor | None:
         """See `Decoder.forward`. Compiled code is used where vLLM has compiled the model, unless K is asked for."""
-        size = PassGraphs.size(len(token_ids)) if self.graphs and not unrotated else None
+        size = self.graphs.size(len(token_ids)) if self.graphs and not unrotated else None
         if size is not None:
             try:
                 return self._forward(token_ids, positions, attend, stop_after, unrotated, size)
@@ -157,7 +157,7 @@ class VLLMDecoder:
         """Capture graphs for small passes, where vLLM captures any. Call it once, before the first pass."""
         if not PassGraphs.fit(self._config, self.device, self.ranks):
             return
-        graphs = self.graphs = PassGraphs(self.device)
+        graphs = self.graphs = PassGraphs(self.device, int(self._config.scheduler_config.max_num_batched_tokens))
 
         def run(rows: int, with_graphs: bool) -> None:
             ids = torch.zeros(rows, dtype=torch.int64)

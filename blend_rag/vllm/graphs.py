@@ -17,7 +17,7 @@ from vllm.distributed.parallel_state import graph_capture
 from vllm.forward_context import BatchDescriptor
 
 SIZES = (16, 32, 64, 128, 256, 512)
-"""Rows of a pass that graphs are captured for; passes in between are padded."""
+"""Rows of a pass that graphs are captured for, as far as vLLM compiles for so many; passes in between are padded."""
 
 _NOBODY = 2**31 - 1  # requests of a batch: no batch of vLLM's has so many
 
@@ -27,12 +27,15 @@ class PassGraphs:
 
     Args:
         device: where the model runs.
+        max_rows: what vLLM has compiled the model for.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, max_rows: int) -> None:
         self._device = device
-        self._token_ids = torch.zeros(SIZES[-1], dtype=torch.int32, device=device)
-        self._positions = torch.zeros(SIZES[-1], dtype=torch.int64, device=device)
+        self._sizes = tuple(size for size in SIZES if size <= max_rows)
+        largest = max(self._sizes, default=0)
+        self._token_ids = torch.zeros(largest, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
 
     @staticmethod
     def fit(vllm_config: Any, device: torch.device, ranks: int) -> bool:
@@ -40,10 +43,9 @@ class PassGraphs:
         mode = vllm_config.compilation_config.cudagraph_mode
         return device.type == "cuda" and ranks == 1 and mode is not None and bool(mode.has_piecewise_cudagraphs())
 
-    @staticmethod
-    def size(rows: int) -> int | None:
+    def size(self, rows: int) -> int | None:
         """Rows of the smallest graph that holds a pass."""
-        return next((size for size in SIZES if rows <= size), None)
+        return next((size for size in self._sizes if rows <= size), None)
 
     def fill(self, token_ids: torch.Tensor, positions: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Put a pass into the buffers, with zeros behind it."""
@@ -61,7 +63,7 @@ class PassGraphs:
 
     def capture(self, run: Callable[[int, bool], object]) -> None:
         """Capture all sizes; `run(rows, graphs)` makes a pass of so many rows, with graphs or without."""
-        for size in reversed(SIZES):  # the largest first: the others fit into its memory
+        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
             run(size, False)  # compiles what is compiled on first use, which a capture must not see
             with _capturing(), graph_capture(self._device):
                 run(size, True)
