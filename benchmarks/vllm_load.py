@@ -99,13 +99,15 @@ def _sampling(tokens: int) -> Any:
 
 async def under_load(
     engine: TimedEngine, layouts: list[PromptLayout], concurrency: int, policy: RecomputePolicy, answer: int
-) -> tuple[float, list[Generation]]:
-    """Answer all, so many at a time; seconds and answers."""
+) -> tuple[float, list[tuple[float, Generation]]]:
+    """Answer all, so many at a time; seconds, and seconds and answer of each."""
     turn = asyncio.Semaphore(concurrency)
 
-    async def one(layout: PromptLayout) -> Generation:
+    async def one(layout: PromptLayout) -> tuple[float, Generation]:
         async with turn:
-            return await engine.agenerate(layout, _sampling(answer), policy=policy)
+            began = time.perf_counter()
+            found = await engine.agenerate(layout, _sampling(answer), policy=policy)
+            return time.perf_counter() - began, found
 
     began = time.perf_counter()
     answers = await asyncio.gather(*map(one, layouts))
@@ -119,15 +121,17 @@ def measure_load(
     arms = {"full prefill": FULL_PREFILL, "connector": engine.policy}
     ttfts: dict[str, list[float]] = {name: [] for name in arms}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
+    whole: dict[str, list[float]] = {name: [] for name in arms}
     reused: list[float] = []
     for _ in range(repeats):
         for name, policy in arms.items():
             layouts = [prompts.shuffled(tokens) for _ in range(requests)]
             took, answers = asyncio.run(under_load(engine, layouts, concurrency, policy, answer))
             seconds[name].append(took)
-            ttfts[name] += [one.report.ttft_s for one in answers]
+            ttfts[name] += [one.report.ttft_s for _, one in answers]
+            whole[name] += [lasted for lasted, _ in answers]
             if name == "connector":
-                reused += [one.report.reused_tokens / one.report.prompt_tokens for one in answers]
+                reused += [one.report.reused_tokens / one.report.prompt_tokens for _, one in answers]
     return [
         {
             "concurrency": concurrency,
@@ -136,6 +140,8 @@ def measure_load(
             "requests": requests * repeats,
             "ttft_p50_s": _quantile(ttfts[name], 0.5),
             "ttft_p95_s": _quantile(ttfts[name], 0.95),
+            "answer_p50_s": _quantile(whole[name], 0.5),
+            "answer_p95_s": _quantile(whole[name], 0.95),
             "requests_per_s": requests * repeats / sum(seconds[name]),
             "reused_share": statistics.mean(reused) if name == "connector" else 0.0,
         }
@@ -265,7 +271,8 @@ def main(
     for row in loads:
         print(
             f"{row['concurrency']:3} at once  {row['arm']:13} TTFT p50 {row['ttft_p50_s'] * 1e3:7.0f} ms  "
-            f"p95 {row['ttft_p95_s'] * 1e3:7.0f} ms  {row['requests_per_s']:6.2f} requests/s  "
+            f"p95 {row['ttft_p95_s'] * 1e3:7.0f} ms  whole answer p50 {row['answer_p50_s']:.2f} s  "
+            f"p95 {row['answer_p95_s']:.2f} s  {row['requests_per_s']:6.2f} requests/s  "
             f"reused {row['reused_share']:.2f}"
         )
     for row in gaps:

@@ -17,7 +17,7 @@ from blend_rag.engines.loading import DEFAULT_MODEL_NAME, load_tokenizer, resolv
 from blend_rag.engines.requests import Ask, Piece, RequestEngine
 from blend_rag.engines.vllm_setup import Machine, Memory, connector_config
 from blend_rag.engines.wire import Command
-from blend_rag.errors import ConnectorError, ModelError, PolicyError
+from blend_rag.errors import ConnectorError, ModelError, PolicyError, ServerError
 
 _SHUTDOWN_S = 10.0
 
@@ -131,6 +131,9 @@ class VLLMEngine(RequestEngine):
             async for output in answer:
                 one = output.outputs[0]
                 yield Piece(one.token_ids, one.finish_reason, one.stop_reason, output.kv_transfer_params)
+        except Exception as error:  # of many types, where vLLM refuses a request or has died
+            msg = f"vLLM does not answer ({type(error).__name__}: {error})"
+            raise ServerError(msg) from error
         finally:
             await answer.aclose()
 
