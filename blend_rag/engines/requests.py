@@ -146,7 +146,7 @@ class RequestEngine(ABC):
         Behind a router another server may be asked, which knows nothing of it.
         """
         try:
-            told = await self._command(Command.REPORT, id=ask.params["id"])
+            told = await self._send_command(command_parameters(Command.REPORT, id=ask.params["id"]))
         except ServerError as error:
             logger.info("no report: %s", error)
             return None

@@ -22,13 +22,16 @@ from blend_rag.kv import FORMAT_VERSION, hash_token_ids
 from blend_rag.layout import PromptLayout, Segment, SegmentKind, WindowSegmenter
 from blend_rag.vllm.settings import BlendSettings, policy_from
 
-__all__ = ["BlendRequest", "BorderFinder", "Order", "RequestParser", "namespace_salt", "request_parameters"]
+__all__ = ["MAX_NAME", "BlendRequest", "BorderFinder", "Order", "RequestParser", "namespace_salt", "request_parameters"]
 
 PARAMETERS = ("segments", "context_ids", "warm", "namespace", "window", "id", *POLICY_FIELDS)
 """What `kv_transfer_params` may hold for this connector."""
 
 COMMAND_PARAMETERS = ("command", "prompt", "link", "document")
 """What it may hold besides in a command."""
+
+MAX_NAME = 128
+"""Characters of a client's name for a request."""
 
 _MAX_DOCUMENT = 1024
 _BLIND_SELECTORS = ("first-k", "random", "k-deviation", "v-deviation")
@@ -296,7 +299,7 @@ class RequestParser:
         return PromptLayout(token_ids, segments, self._context(token_ids, segments, None))
 
 
-def _name(given: Any, what: str, longest: int = 128) -> str:
+def _name(given: Any, what: str, longest: int = MAX_NAME) -> str:
     if not (isinstance(given, str) and 0 < len(given) <= longest):
         raise ConnectorError(f"{what} is no text of at most {longest} characters")
     return given

@@ -15,7 +15,7 @@ from blend_rag.errors import BlendRagError, ConnectorError
 from blend_rag.layout import Segment
 from blend_rag.vllm.messages import ANY_PAGE, Job, Report, StepNews, StepOrders, Verification
 from blend_rag.vllm.metrics import BlendStats
-from blend_rag.vllm.request import BlendRequest, RequestParser, namespace_salt
+from blend_rag.vllm.request import MAX_NAME, BlendRequest, RequestParser, namespace_salt
 from blend_rag.vllm.settings import BlendSettings
 
 logger = init_logger(f"vllm.{__name__}")  # below vLLM's own, so that it is shown
@@ -122,7 +122,10 @@ class BlendScheduler:
 
     def _decline(self, request: Any, why: str) -> None:
         """Leave a request to vLLM; its answer and the log say why."""
-        self._declined[request.request_id] = {"error": why}
+        declined = self._declined[request.request_id] = {"error": why}
+        params = request.kv_transfer_params
+        if isinstance(params, Mapping) and isinstance(name := params.get("id"), str) and "command" not in params:
+            self._keep_report(name, declined)
         self._say_once(f"{why}: it runs as plain prefill")
 
     def matched_tokens(self, request: Any, cached_tokens: int) -> tuple[int | None, bool]:
@@ -137,7 +140,7 @@ class BlendScheduler:
             if not tracked.report:
                 self.stats.count_request("cached")
                 tracked.report = _cached_report(blend, cached_tokens)
-                self._keep_report(tracked)
+                self._keep_report(tracked.request.name, tracked.report)
             return 0, False
         if self._caches_prefixes and self._under_way.get(tracked.salt, request.request_id) != request.request_id:
             return None, False  # the same blend is under way: wait and share its pages
@@ -196,7 +199,7 @@ class BlendScheduler:
             tracked.report = report
             tracked.failed = "error" in report
             self._forget_under_way(request_id, tracked)
-            self._keep_report(tracked)
+            self._keep_report(tracked.request.name, tracked.report)
 
     def finished(self, request: Any) -> Report | None:
         """Forget a request; what its answer is told."""
@@ -212,10 +215,10 @@ class BlendScheduler:
             report = {"report": self._named.get(order.name)}
         return {REPORT: report} if report else None
 
-    def _keep_report(self, tracked: _Tracked) -> None:
-        """Let the report be asked for by the client's name of its request."""
-        if tracked.request.name:
-            self._named[tracked.request.name] = _told(tracked.report)
+    def _keep_report(self, name: str | None, report: Report) -> None:
+        """Let a report be asked for by the client's name of its request."""
+        if name and len(name) <= MAX_NAME:
+            self._named[name] = _told(report)
             if len(self._named) > _KEPT_REPORTS:
                 self._named.popitem(last=False)
 
