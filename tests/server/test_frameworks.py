@@ -37,7 +37,8 @@ from tests.server.conftest import BORDER, KEY
 from tests.server.processes import VLLMServer
 
 TOOL_TEMPLATE = (
-    "{% if tools %}{{ '<|im_start|>system\nTools: ' + (tools | tojson) + ', call as <tool_call><|im_end|>\n' }}{% endif %}"
+    "{% if tools %}{{ '<|im_start|>system\nTools: ' + (tools | tojson) }}"
+    "{{ ', call as <tool_call><|im_end|>\n' }}{% endif %}"
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
