@@ -403,7 +403,7 @@ def serve(
     if installed_vllm() is None:
         msg = "vLLM is not installed in this environment: pip install vllm, or run the printed command where it is"
         raise BlendRagError(msg)
-    os.environ.update(command.environment)
+    os.environ |= {**command.environment, **os.environ}
     sys.stdout.flush()
     os.execv(command.arguments[0], command.arguments)
 

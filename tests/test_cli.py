@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import blend_rag
+from blend_rag.engines.vllm_setup import Machine, Memory, installed_vllm
 
 
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -83,3 +85,42 @@ def test_unwritable_cache_folder_is_one_line(tmp_path: Path) -> None:
     done = run("ask", "Who?", BLEND_RAG_CACHE=str(tmp_path / "file" / "cache"))
     assert done.returncode == 1
     assert "set BLEND_RAG_CACHE to another folder" in done.stderr
+
+
+def test_serve_prints_a_command_for_this_machine_that_vllm_takes(smollm2: Path) -> None:
+    result = run("serve", str(smollm2), "--store", "redis://host:6379/0", "--ratio", "0.3", "--max-model-len", "4096")
+    assert result.returncode == 0
+    words = shlex.split(result.stdout)
+    config = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert config["kv_connector_module_path"] == "blend_rag.vllm.connector"
+    assert config["kv_load_failure_policy"] == "recompute"
+    settings = config["kv_connector_extra_config"]
+    assert settings["store"] == ["redis://host:6379/0"]
+    assert settings["ratio"] == 0.3
+    assert settings["separator"] == "<chunk-border>"
+    assert "selector" not in settings, "what is the default is left to the server"
+    assert words[-2:] == ["--max-model-len", "4096"]
+    parsed = json.loads(run("serve", str(smollm2), "--json", "--dtype", "bfloat16").stdout)
+    assert parsed["arguments"].count("--dtype") == 1, "what the user says goes before ours"
+
+
+@pytest.mark.parametrize(("gpu", "ranks"), [(80, 1), (80, 8), (141, 1), (24, 1)])
+def test_memory_of_a_gpu_is_shared_out_with_room_for_a_blend(gpu: int, ranks: int) -> None:
+    memory = Memory.of(Machine(gpu << 30, 512 << 30), ranks)
+    free = (1 - memory.gpu_memory_utilization) * gpu
+    assert memory.gpu_bytes / 2**30 + 2 < free, "vLLM checks that tier and blend fit beside its own"
+    assert memory.host_bytes * ranks <= 128 << 30
+
+
+def test_serve_needs_vllm_only_to_run(smollm2: Path) -> None:
+    if installed_vllm():
+        pytest.skip("vLLM is installed here")
+    result = run("serve", str(smollm2), "--run")
+    assert "vLLM is not installed" in result.stderr
+
+
+def test_engines_that_do_not_exist_are_said_so() -> None:
+    result = run("ask", "Why?", "--engine", "vlm", "--docs", __file__)
+    assert "there is no engine 'vlm'" in result.stderr
+    result = run("warm", __file__, "--engine", "http://127.0.0.1:9", "--store", "memory://")
+    assert "the server at http://127.0.0.1:9 keeps the KV" in result.stderr

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol, overload, runtime_checkable
 
+from typing_extensions import Self
+
 from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.errors import PolicyError, PromptTooLongError
 from blend_rag.layout import Passage, PromptBuilder, PromptLayout, SegmentKind
@@ -347,5 +349,9 @@ class Engine(Protocol):
     ) -> AsyncIterator[GenerationChunk]: ...
 
     def close(self) -> None:
-        """Free the model and the hot KV; a lasting store keeps what it holds."""
+        """Free what the engine holds; a lasting store keeps what it has."""
         ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from tqdm.auto import tqdm
+from typing_extensions import Self
 
 from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.blend.selectors import make_selector
@@ -110,7 +111,7 @@ class RequestEngine(ABC):
 
     # Opening and closing
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

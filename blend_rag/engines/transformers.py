@@ -15,6 +15,7 @@ from typing import Any, overload
 import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from typing_extensions import Self
 
 from blend_rag.blend.passes import BlendResult, blend, compute_chunk_kv
 from blend_rag.blend.plan import BlendPlan, Hit, HotKV
@@ -164,7 +165,7 @@ class TransformersEngine:
         """Drop the exact KV kept on the device; stored chunk KV stays."""
         self._hot.clear()
 
-    def __enter__(self) -> TransformersEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

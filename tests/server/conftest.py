@@ -36,9 +36,9 @@ def servers(
     if not PYTHON or not shutil.which(PYTHON):
         pytest.skip("BLEND_RAG_VLLM_PYTHON names no environment with vLLM")
     folder = tmp_path_factory.mktemp("servers")
-    options = {"store": redis_server.url(put_deadline=20, deadline=20), "separator": BORDER}
-    first = VLLMServer(smollm2, folder, api_key=KEY, host_bytes=1 << 30, **options)
-    second = VLLMServer(smollm2, folder, host_bytes=1 << 30, **options)
+    store = ["--store", redis_server.url(put_deadline=20, deadline=20)]
+    first = VLLMServer(smollm2, folder, *store, api_key=KEY)
+    second = VLLMServer(smollm2, folder, *store)
     try:
         first.start()
         first.wait()

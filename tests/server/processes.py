@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 
-from blend_rag.engines.vllm_setup import Machine, Memory, connector_config, server_command
 from tests.stores.redis_server import free_port
 
 SECRET = "a secret that both servers share"
@@ -25,26 +24,23 @@ PYTHON = os.environ.get("BLEND_RAG_VLLM_PYTHON", "")
 
 
 class VLLMServer:
-    """A vLLM server with the connector, started as `blend-rag serve --run` does; it keeps its port over restarts.
+    """A vLLM server that `blend-rag serve --run` starts; it keeps its port over restarts.
 
     Args:
         model: folder.
         folder: where its log goes.
-        options: of `connector_config`.
+        api_key: what it wants of clients.
+        options: further options of `blend-rag serve`.
     """
 
-    def __init__(self, model: Path, folder: Path, *, api_key: str | None = None, **options: Any) -> None:
+    def __init__(self, model: Path, folder: Path, *options: str, api_key: str | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"log-{self.port}"
-        memory = Memory.of(Machine(0, 4 << 30))
-        config = connector_config(**options)
-        extra = ["--max-model-len", "2048", "--enforce-eager"]
-        command = server_command(
-            str(model), config, Machine(0, 4 << 30), memory, port=self.port, served_model="smollm2", extra=extra
-        )
-        self._arguments = [PYTHON, *command.arguments[1:]]
-        self._environment = {**os.environ, **command.environment, "HF_HUB_OFFLINE": "1"}
+        command = [str(Path(PYTHON).with_name("blend-rag")), "serve", str(model), "--run", "--port", str(self.port)]
+        self._arguments = [*command, "--served-model-name", "smollm2", *options]
+        self._arguments += ["--max-model-len", "2048", "--enforce-eager"]
+        self._environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
         self._environment["BLEND_RAG_STORE_SECRET"] = SECRET
         if api_key:
             self._environment["VLLM_API_KEY"] = api_key
@@ -97,10 +93,6 @@ class VLLMServer:
             ):
                 total += float(re.split(r"\s+", line.strip())[-1])
         return total
-
-
-Trick = Callable[[str, dict[str, Any]], "tuple[int, bytes] | None"]
-"""Gets path and body of a request, and the answer's JSON: an answer in its place, or None to pass it on."""
 
 
 class Proxy:

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from blend_rag import PromptBuilder, RecomputePolicy
-from blend_rag.engines.wire import Command, command_parameters, lookup_parameters, read_report, request_parameters
+from blend_rag.engines.wire import (
+    Command,
+    command_parameters,
+    lookup_parameters,
+    policy_parameters,
+    read_report,
+    request_parameters,
+)
 from blend_rag.vllm.request import RequestParser
 from blend_rag.vllm.settings import BlendSettings
 from tests.vllm.serving import Served, assert_same
@@ -26,14 +33,7 @@ def test_about_tells_versions_and_policy(server: Served) -> None:
 
     told = command(server, command_parameters(Command.ABOUT))
     assert told["vllm"] == vllm.__version__
-    assert told["policy"] == {
-        "ratio": 0.15,
-        "selector": "query-guided",
-        "check_layer": 1,
-        "schedule": (),
-        "context": "prefix",
-        "seed": 0,
-    }
+    assert {**told["policy"], "schedule": tuple(told["policy"]["schedule"])} == policy_parameters(POLICY)
     assert told["lasting_store"] is True
 
 
@@ -99,8 +99,8 @@ def test_commands_do_not_disturb_answers(
     many = [((7, 8), lookup_parameters(layout, POLICY)) for _ in range(6)]
     answers = server.ask(many[0], asked, *many[1:], tokens=4)
     assert_same(answers[1], plain.ask(layout.token_ids, tokens=4)[0])
-    assert_same(server.ask(((7, 8), None), tokens=4)[0], plain.ask((7, 8), tokens=4)[0])
-    assert_same(answers[0], plain.ask((7, 8), tokens=4)[0])  # its own prompt is answered rightly too
+    assert_same(server.ask(((7, 8), None), tokens=4)[0], plain.ask([7, 8], tokens=4)[0])
+    assert_same(answers[0], plain.ask([7, 8], tokens=4)[0])  # its own prompt is answered rightly too
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,9 @@ def test_senseless_arguments_are_refused_before_vllm_starts(tmp_path) -> None:
 def test_sampling_parameters_are_those_of_the_installed_vllm() -> None:
     import vllm
 
-    found = vllm_sampling(vllm, SamplingParams(max_tokens=3, top_k=5, seed=1, stop=("x",)), {"segments": []})
+    found = vllm_sampling(
+        vllm, SamplingParams(max_tokens=3, temperature=1.0, top_k=5, seed=1, stop=("x",)), {"segments": []}
+    )
     assert (found.max_tokens, found.top_k, found.seed, found.stop) == (3, 5, 1, ["x"])
 
     class Narrow:
