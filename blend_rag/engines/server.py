@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,12 +152,15 @@ class ServerEngine(RequestEngine):
             "return_token_ids": True,
             "kv_transfer_params": ask.params,
         }
+        # a router that hashes on this sends an answer's report to the server that gave the answer
+        session = {"X-Session-ID": ask.params.get("id") or uuid.uuid4().hex}
         if sampling.max_tokens == 1:  # nothing to stream, and the report comes along
-            data = await self._json("POST", "/v1/completions", body)
+            data = await self._json("POST", "/v1/completions", body, session)
             yield _piece(data["choices"][0], data.get("kv_transfer_params"))
             return
         finished = False
-        async with self._sent(self._client.stream("POST", "/v1/completions", json={**body, "stream": True})) as lines:
+        request = self._client.stream("POST", "/v1/completions", json={**body, "stream": True}, headers=session)
+        async with self._sent(request) as lines:
             async for line in lines:
                 event = line.removeprefix("data:").strip()
                 if not line.startswith("data:") or event == "[DONE]":
@@ -172,8 +176,10 @@ class ServerEngine(RequestEngine):
             msg = f"{self.url} broke off in the middle of an answer"
             raise ServerUnreachableError(msg)
 
-    async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        async with self._sent(self._client.stream(method, path, json=body)) as lines:
+    async def _json(
+        self, method: str, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        async with self._sent(self._client.stream(method, path, json=body, headers=headers)) as lines:
             text = "\n".join([line async for line in lines])
         try:
             found: dict[str, Any] = json.loads(text)

@@ -101,12 +101,15 @@ class Proxy:
     def __init__(self, url: str) -> None:
         self.before: Callable[[str, dict[str, Any]], int | None] = lambda path, body: None
         self.after: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda path, answer: answer
+        self.sessions: list[tuple[str, str]] = []  # command of each completion, and its session's header
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
             def _pass_on(self) -> None:
                 size = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(size) or b"{}")
+                command = (body.get("kv_transfer_params") or {}).get("command", "")
+                proxy.sessions.append((command, self.headers.get("X-Session-ID", "")))
                 status = proxy.before(self.path, body)
                 if status is None:
                     answer = httpx.request(

@@ -268,6 +268,9 @@ def test_a_report_that_another_server_of_a_router_has_is_missed_in_words(
     layout = prompts.build(passages=passages[:2], question="What is it?")
     with ServerEngine(proxy.url, api_key=KEY) as engine:
         right = engine.generate(layout, max_tokens=6)
+        (first, answered), (second, reported) = proxy.sessions[-2:]
+        assert {first, second} == {"", "report"}
+        assert answered == reported, "a router that hashes on it sends both to one server"
         proxy.before = lambda path, body: 503 if body.get("kv_transfer_params", {}).get("command") else None
         answer = engine.generate(layout, max_tokens=6)
     assert answer.token_ids == right.token_ids
