@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 import torch
 
 from blend_rag.blend.plan import HotKV
 from blend_rag.engines.answer import Answer
 from blend_rag.engines.base import SamplingParams
 from blend_rag.engines.hot import HotPrefixes
+from tests.tokenizers_for_tests import CORPUS, TOKENIZERS
 
 
 class Bytes:
@@ -74,3 +78,16 @@ def test_hot_prefixes_stay_within_their_bytes() -> None:
     assert hot.find((1, 5, 5)) is None
     assert hot.find((3, 5, 5)).length == 3  # type: ignore[union-attr]
     assert not HotPrefixes(0).fits(1)
+
+
+@pytest.mark.parametrize("family", TOKENIZERS)
+def test_text_is_that_of_all_tokens_decoded_at_once(family: str) -> None:
+    tokenizer = TOKENIZERS[family]()
+    rng = random.Random(family)
+    text = " ".join(CORPUS) + " 你好 🙂🙃 naïve — Ωmega\n\n\tx = [1,2]; " * 3
+    for _ in range(20):
+        words = rng.sample(text.split(" "), 60)
+        ids = [token for word in words for token in tokenizer.encode(" " + word, add_special_tokens=False)]
+        answer = Answer(tokenizer, (), SamplingParams(), 10_000)
+        shown = "".join(answer.add(token_id) for token_id in ids) + answer.end("stop")
+        assert shown == answer.text == tokenizer.decode(ids, skip_special_tokens=True)

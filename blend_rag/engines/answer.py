@@ -7,6 +7,9 @@ from typing import Any
 
 from blend_rag.engines.base import SamplingParams
 
+_SETTLE = 16  # tokens after which text is taken as known
+_OVERLAP = 8
+
 
 class Answer:
     """Collects one row's tokens until the end of the turn, a stop string or the length limit.
@@ -21,6 +24,9 @@ class Answer:
         self._stop = sampling.stop
         self.max_tokens = max_tokens
         self.token_ids: list[int] = []
+        self._settled = 0  # leading tokens whose text is known and will not change
+        self._settled_text = ""
+        self._overlap_text = ""  # of the last few of them alone
         self.text = ""
         self.finish_reason: str | None = None
 
@@ -44,7 +50,7 @@ class Answer:
         return self._show()
 
     def _show(self) -> str:
-        whole = str(self._tokenizer.decode(self.token_ids, skip_special_tokens=True))
+        whole = self._decoded()
         ends = [whole.find(stop) for stop in self._stop if stop in whole]
         if ends:
             whole = whole[: min(ends)]
@@ -53,6 +59,21 @@ class Answer:
         shown = whole[len(self.text) : safe]
         self.text += shown
         return shown
+
+    def _decoded(self) -> str:
+        """Text of all tokens. Only the last ones are decoded, with a few before them that make words come out whole."""
+        tail = self._decode(max(0, self._settled - _OVERLAP))
+        if self._settled and tail.startswith(self._overlap_text):
+            whole = self._settled_text + tail[len(self._overlap_text) :]
+        else:
+            whole = self._decode(0)
+        if len(self.token_ids) - self._settled >= _SETTLE and not whole.endswith("\ufffd"):
+            self._settled, self._settled_text = len(self.token_ids), whole
+            self._overlap_text = self._decode(max(0, self._settled - _OVERLAP))
+        return whole
+
+    def _decode(self, start: int) -> str:
+        return str(self._tokenizer.decode(self.token_ids[start:], skip_special_tokens=True))
 
     def _unsettled(self, whole: str) -> int:
         """How many characters at the end may still change or belong to a stop string."""

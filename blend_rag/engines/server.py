@@ -73,17 +73,16 @@ class ServerEngine(RequestEngine):
         self._concurrency = max_concurrency
         self._warm_patience_s = warm_patience
         key = api_key or os.environ.get(API_KEY_VARIABLE)
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(timeout, connect=10.0, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency),
+        )
         try:
-            self._client = httpx.AsyncClient(
-                base_url=self.url,
-                headers={"Authorization": f"Bearer {key}"} if key else {},
-                timeout=httpx.Timeout(timeout, connect=10.0, pool=None),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency),
-            )
             self._loop.run(self._open(model, served_model, policy))
         except BaseException:
-            self._closed = True
-            self._loop.close()
+            self.close()
             raise
 
     async def _open(self, model: str | Path | None, served_model: str | None, policy: RecomputePolicy | None) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.engines.wire import policy_parameters
-from blend_rag.in_band import IN_BAND_SEPARATOR
 
 TESTED_VLLM = ("0.24.0", "0.26.0", "0.32.0")
 """Releases that the connector's tests or benchmarks ran on."""
@@ -169,16 +168,3 @@ def installed_vllm() -> str | None:
         except PackageNotFoundError:
             continue
     return None
-
-
-__all__ = [
-    "CONNECTOR",
-    "IN_BAND_SEPARATOR",
-    "TESTED_VLLM",
-    "Machine",
-    "Memory",
-    "ServerCommand",
-    "connector_config",
-    "installed_vllm",
-    "server_command",
-]
