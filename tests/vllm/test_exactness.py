@@ -83,7 +83,10 @@ def test_streaming_and_log_probabilities_of_the_prompt_and_skipped_caches(
 ) -> None:
     layout = prompts.build(passages=texts[40:42], question="What is a token?")
     [expected] = plain.ask(layout.token_ids)
-    reasons = {"prompt_logprobs": "log-probabilities of the prompt", "skip_reading_prefix_cache": "skips cached prefixes"}
+    reasons = {
+        "prompt_logprobs": "log-probabilities of the prompt",
+        "skip_reading_prefix_cache": "skips cached prefixes",
+    }
     for name, reason in reasons.items():
         [found] = server.ask(ask_of(layout, ratio=0.0), **{name: 1})
         assert_same(found, expected)  # r = 0 would differ: the request was not blended
