@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from blend_rag import PromptBuilder
@@ -83,12 +85,12 @@ def test_streaming_and_log_probabilities_of_the_prompt_and_skipped_caches(
 ) -> None:
     layout = prompts.build(passages=texts[40:42], question="What is a token?")
     [expected] = plain.ask(layout.token_ids)
-    reasons = {
-        "prompt_logprobs": "log-probabilities of the prompt",
-        "skip_reading_prefix_cache": "skips cached prefixes",
-    }
-    for name, reason in reasons.items():
-        [found] = server.ask(ask_of(layout, ratio=0.0), **{name: 1})
+    bypasses: list[tuple[dict[str, Any], str]] = [
+        ({"prompt_logprobs": 1}, "log-probabilities of the prompt"),
+        ({"skip_reading_prefix_cache": True}, "skips cached prefixes"),
+    ]
+    for sampling, reason in bypasses:
+        [found] = server.ask(ask_of(layout, ratio=0.0), **sampling)
         assert_same(found, expected)  # r = 0 would differ: the request was not blended
         assert reason in found.report.pop("error")
         assert found.report == {}
