@@ -1,4 +1,4 @@
-"""The `blend-rag` command: `demo`, `ask`, `warm`, `store`, `serve`, `doctor`.
+"""The `blend-rag` command: `demo`, `ask`, `warm`, `store`, `serve`, `fidelity`, `doctor`.
 
 Results go to stdout, progress and errors to stderr; with `--json` stdout holds JSON alone.
 """
@@ -406,6 +406,81 @@ def serve(
     os.environ |= {**command.environment, **os.environ}
     sys.stdout.flush()
     os.execv(command.arguments[0], command.arguments)
+
+
+def _numbers(given: str) -> list[float]:
+    """Comma-separated numbers."""
+    try:
+        return [float(part) for part in given.split(",") if part.strip()]
+    except ValueError as error:
+        msg = f"{given!r} is no list of numbers: write for example 0.15,0.3"
+        raise BlendRagError(msg) from error
+
+
+@app.command()
+def fidelity(
+    model: Model = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON-lines file with question, passages and perhaps answers in each row. Left out: built-in "
+            "questions about Python's language reference."
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Documents, from the beginning.")] = 40,
+    ratios: Annotated[str, typer.Option(help="Shares to recompute, with commas between.")] = "0.15,0.3",
+    selectors: Annotated[str, typer.Option(help="Rules to compare, with commas between.")] = ",".join(SELECTORS),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Where the report goes.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where a picture of KL and speed against the ratio goes.")] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Recommend a policy that closes this share of the gap to full prefill.")
+    ] = None,
+    probes: Annotated[
+        int, typer.Option(min=0, help="Prompts of each made-up task whose answer needs several chunks; 0: none.")
+    ] = 0,
+    answers: Annotated[bool, typer.Option(help="Let every policy answer and score it by F1 and exact match.")] = False,
+    passages: Annotated[int, typer.Option(min=1, help="Passages of each document.")] = 6,
+    passage_tokens: Annotated[int, typer.Option(min=1, help="Longest passage; what is longer is cut.")] = 256,
+    timed: Annotated[int, typer.Option(min=0, help="Documents to take times on.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of the random rule, the made-up tasks and the intervals.")] = 0,
+) -> None:
+    """Measure what recomputing less costs in quality on MODEL and DATA, beside full prefill and simple baselines.
+
+    A run that was broken off goes on where it stopped when it is started again with the same options.
+    """
+    from blend_rag.evaluation.calibration import Calibration
+    from blend_rag.evaluation.report import fidelity_table, plot_fidelity, probe_table
+    from blend_rag.evaluation.study import Study
+
+    study = Study(
+        data=data,
+        limit=limit,
+        ratios=tuple(_numbers(ratios)),
+        selectors=tuple(name.strip() for name in selectors.split(",") if name.strip()),
+        probes=probes,
+        answers=answers,
+        passages=passages,
+        passage_tokens=passage_tokens,
+        timed=timed,
+        seed=seed,
+    )
+    with blend_rag.load_engine(model, show_progress=True) as engine:
+        report = study.run(engine, show_progress=True)
+    out.print(fidelity_table(report["arms"], report["documents"]))
+    if report["probes"]:
+        out.print(probe_table(report["probes"]))
+    if plot:
+        plot_fidelity(report["arms"], plot)
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    study.forget_progress()
+    if target is not None:
+        chosen = Calibration.of(report).policy(target)
+        out.print(
+            f"to close {target:g} of the gap: --selector {chosen.selector} --ratio {chosen.ratio:g}, chunks computed "
+            f"{'behind the prefix' if chosen.context == 'prefix' else 'alone'}"
+        )
 
 
 def _ranks(arguments: list[str]) -> int:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, model
 from typing_extensions import Self
 
 from blend_rag import Engine, Generation, PromptLayout, RecomputePolicy, SamplingParams, load_engine
+from blend_rag.evaluation.calibration import chosen_policy
 from blend_rag.in_band import IN_BAND_SEPARATOR
 from blend_rag.layout import DEFAULT_SEPARATOR
 from langchain_blend_rag.runtime import BlendRuntime
@@ -44,7 +45,11 @@ class BlendModel(BaseModel):
     model: str | None = None
     """Model folder, GGUF file or hub id; left out, the packaged SmolLM2-135M-Instruct."""
     policy: RecomputePolicy | None = None
-    """What is recomputed; by default the engine's policy."""
+    """What is recomputed; by default the engine's policy. A call may bring its own `policy`, another `ratio`, or a
+    `target`."""
+    calibration: str | None = None
+    """Report of `blend-rag fidelity` on this model, from which a call's `target` (share of the gap to full prefill to
+    close) is looked up."""
     store: str | list[str] | None = Field(default=None, exclude=True, repr=False)
     """Where chunk KV is kept, as `blend_rag.open_store` takes it; only where the engine is loaded here."""
     namespace: str = ""
@@ -148,15 +153,35 @@ class BlendModel(BaseModel):
         """
         left = dict(kwargs)
         n = left.pop("n", self.n)
-        policy = left.pop("policy", self.policy)
+        policy = self._policy(left)
         sampling = self._sampling(stop, left)
         if left:
-            msg = f"unknown argument {', '.join(left)}: there are n, policy, stop, {', '.join(_SAMPLING)}"
+            msg = (
+                f"unknown argument {', '.join(left)}: there are n, policy, ratio, target, stop, {', '.join(_SAMPLING)}"
+            )
             raise TypeError(msg)
         if n < 1:
             msg = "n must be at least 1"
             raise ValueError(msg)
         return Call(sampling, policy, n)
+
+    def _policy(self, kwargs: dict[str, Any]) -> RecomputePolicy | None:
+        """A call's policy; takes what it uses out of `kwargs`.
+
+        Raises:
+            PolicyError: ratio or target make no sense.
+        """
+        policy: RecomputePolicy | None = kwargs.pop("policy", self.policy)
+        ratio, target = kwargs.pop("ratio", None), kwargs.pop("target", None)
+        if ratio is None and target is None:
+            return policy
+        return chosen_policy(
+            policy or self.engine.policy,
+            ratio=ratio,
+            target=target,
+            calibration=self.calibration,
+            model=self.model_name,
+        )
 
     def _tracing(self, kind: Literal["chat", "llm"], stop: list[str] | None, kwargs: dict[str, Any]) -> LangSmithParams:
         """What LangSmith is told of a call."""

@@ -27,6 +27,7 @@ from llama_index.core.llms.llm import LLM
 from blend_rag import Generation, Message, PromptLayout, RecomputePolicy, SamplingParams, load_engine
 from blend_rag.builders import PromptBuilders
 from blend_rag.errors import PromptError
+from blend_rag.evaluation.calibration import chosen_policy
 from blend_rag.in_band import IN_BAND_SEPARATOR, split
 from blend_rag.layout import DEFAULT_SEPARATOR, Markup
 
@@ -74,7 +75,8 @@ class BlendLLM(LLM):
         model: model folder, GGUF file or hub id; left out, the packaged SmolLM2-135M-Instruct.
         engine: an engine of the core, or the name of one to load: "transformers" (the default), "vllm", or the URL of
             a vLLM server with the connector.
-        policy: what is recomputed; by default the engine's.
+        policy: what is recomputed; by default the engine's. A call may bring its own `policy`, another `ratio`, or a
+            `target`: the share of the gap to full prefill to close, looked up in `calibration`.
         store: where chunk KV is kept, as `blend_rag.open_store` takes it.
         namespace: KV of one namespace is never seen by another.
         api_key: of the server whose URL `engine` is; by default `VLLM_API_KEY` of the environment.
@@ -102,6 +104,9 @@ class BlendLLM(LLM):
     in_band_separator: str = Field(default=IN_BAND_SEPARATOR, description="What marks chunks inside plain text.")
     template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments of the chat template.")
     namespace: str = Field(default="", description="KV of one namespace is never seen by another.")
+    calibration: str | None = Field(
+        default=None, description="Report of `blend-rag fidelity`, from which a call's `target` is looked up."
+    )
 
     _engine: Any = PrivateAttr()
     _policy: RecomputePolicy | None = PrivateAttr()
@@ -330,11 +335,20 @@ class BlendLLM(LLM):
 
     def _sampling(self, kwargs: dict[str, Any]) -> tuple[SamplingParams, RecomputePolicy | None]:
         left = dict(kwargs)
-        policy = left.pop("policy", getattr(self, "_policy", None) if self.__pydantic_private__ else None)
+        policy: RecomputePolicy | None = left.pop("policy", self._policy if self.__pydantic_private__ else None)
+        ratio, target = left.pop("ratio", None), left.pop("target", None)
+        if ratio is not None or target is not None:
+            policy = chosen_policy(
+                policy or self._engine.policy,
+                ratio=ratio,
+                target=target,
+                calibration=self.calibration,
+                model=self._engine.model_name,
+            )
         fields = {name: getattr(self, name) for name in _SAMPLING if hasattr(self, name)}
         fields |= {name: left.pop(name) for name in _SAMPLING if name in left}
         if left:
-            msg = f"unknown argument {', '.join(left)}: there are policy, {', '.join(_SAMPLING)}"
+            msg = f"unknown argument {', '.join(left)}: there are policy, ratio, target, {', '.join(_SAMPLING)}"
             raise TypeError(msg)
         return replace(SamplingParams(), **{**fields, "stop": tuple(fields["stop"] or ())}), policy
 
