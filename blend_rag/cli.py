@@ -25,6 +25,7 @@ from blend_rag.blend.policy import RecomputePolicy
 from blend_rag.blend.selectors import SELECTORS
 from blend_rag.engines.base import Engine
 from blend_rag.errors import BlendRagError, StoreError
+from blend_rag.evaluation.calibration import Calibration, chosen_policy
 from blend_rag.folders import cache_folder
 from blend_rag.in_band import IN_BAND_SEPARATOR
 from blend_rag.stores import KVStore, open_store
@@ -199,6 +200,15 @@ def ask(
     store: Stores = None,
     allow_unsigned: AllowUnsigned = False,
     namespace: Namespace = "",
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead of ratio and rule: the share of the gap to full prefill to close, by --calibration."
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="What `blend-rag fidelity --json` wrote for this model.")
+    ] = None,
     k: Annotated[int, typer.Option(min=1, help="Passages per question.")] = 6,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     as_json: AsJson = False,
@@ -212,7 +222,11 @@ def ask(
         msg = "the question is empty: pass a question with at least one word"
         raise BlendRagError(msg)
     policy = RecomputePolicy(ratio=ratio, selector=selector)
+    if target is not None:
+        policy = chosen_policy(policy, target=target, calibration=calibration)
     with _engine(engine_name, model, store, allow_unsigned, namespace, policy) as engine:
+        if target is not None and calibration is not None:
+            Calibration.read(calibration).check_model(engine.model_name)
         prompts = blend_rag.PromptBuilder(engine.tokenizer, system=system)
         library = (
             Library.of(engine, prompts, load_documents(docs, prompts.tokenizer.count))
@@ -220,7 +234,7 @@ def ask(
             else Library.of_reference(engine)
         )
         found = [hit.passage for question in questions for hit in library.retriever.search(question, k)]
-        engine.warm(library.prompts, found, show_progress=True)
+        engine.warm(library.prompts, found, context=policy.context, show_progress=True)
         results: list[dict[str, Any]] = []
         for question in questions:
             say.print(f"[bold]{escape(question)}[/bold]")
@@ -448,9 +462,8 @@ def fidelity(
 
     A run that was broken off goes on where it stopped when it is started again with the same options.
     """
-    from blend_rag.evaluation.calibration import Calibration
     from blend_rag.evaluation.report import fidelity_table, plot_fidelity, probe_table
-    from blend_rag.evaluation.study import Study
+    from blend_rag.study import Study
 
     study = Study(
         data=data,

@@ -20,8 +20,8 @@ from blend_rag.evaluation.bootstrap import difference, gap_closed, interval, mea
 from blend_rag.evaluation.examples import Example, read_examples
 from blend_rag.evaluation.fidelity import exact_match, f1, kl_to_full
 from blend_rag.evaluation.lab import FidelityRun
-from blend_rag.evaluation.study import Study
 from blend_rag.layout import Passage
+from blend_rag.study import Study
 
 REUSE = RecomputePolicy(ratio=0.0, context="alone")
 PASSAGES = [

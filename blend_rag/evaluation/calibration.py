@@ -76,7 +76,7 @@ class Calibration:
 
         Args:
             gap_closed: wanted share, up to 1; 1 recomputes everything.
-            model: name of the model it is for; None does not compare.
+            model: the model it is for; None does not compare, for example where a server has another name for it.
 
         Raises:
             PolicyError: no measured policy reaches it, or another model was measured.
@@ -84,9 +84,8 @@ class Calibration:
         if not 0 <= gap_closed <= 1:
             msg = f"target {gap_closed} is not a share: choose 0 (reuse as it is) to 1 (as full prefill)"
             raise PolicyError(msg)
-        if model is not None and model != self.model:
-            msg = f"{self.source} was measured on {self.model}, not {model}: run `blend-rag fidelity` on your model"
-            raise PolicyError(msg)
+        if model is not None:
+            self.check_model(model)
         if gap_closed == 1:
             return RecomputePolicy(ratio=1.0)
         fitting = [found for found in self.policies if found.gap_closed >= gap_closed]
@@ -98,6 +97,16 @@ class Calibration:
             )
             raise PolicyError(msg)
         return max(fitting, key=_preference).policy
+
+    def check_model(self, model: str) -> None:
+        """Refuse another model than the measured one; folders and hub ids are compared by their last part.
+
+        Raises:
+            PolicyError: it is another one.
+        """
+        if Path(model).name.lower() != Path(self.model).name.lower():
+            msg = f"{self.source} was measured on {self.model}, not {model}: run `blend-rag fidelity` on your model"
+            raise PolicyError(msg)
 
 
 def chosen_policy(

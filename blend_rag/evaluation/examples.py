@@ -1,4 +1,4 @@
-"""Questions with passages to measure on: rows of a file, or questions about Python's language reference.
+"""Questions with passages to measure on, read from a file.
 
 Knows texts and a prompt builder; knows no model.
 """
@@ -13,21 +13,6 @@ from typing import Any
 
 from blend_rag.errors import CorpusError
 from blend_rag.layout import Passage, PromptBuilder, PromptLayout
-
-REFERENCE_QUESTIONS = (
-    "What does the nonlocal statement do?",
-    "When are the default parameter values of a function evaluated?",
-    "Which method does the with statement call when its block ends?",
-    "What is the difference between the is operator and ==?",
-    "What happens when a finally clause executes a return statement?",
-    "How does a class define what happens when its instance is called?",
-    "Which exception does the import statement raise when a module is not found?",
-    "How are chained comparisons evaluated?",
-    "What is the result of the modulo operator with a negative operand?",
-    "How does a for loop know that its iterator is exhausted?",
-    "What are the rules for mangling private names in a class?",
-    "Which objects can be used as keys of a dictionary?",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +60,6 @@ def read_examples(
         msg = f"{path} holds no rows: each line is a JSON object with question and passages"
         raise CorpusError(msg)
     return found
-
-
-def reference_examples(prompts: PromptBuilder, limit: int | None = None, passages: int = 6) -> list[Example]:
-    """Built-in questions about Python with the passages nearest in meaning; there are 12."""
-    from blend_rag.corpus import reference_passages
-    from blend_rag.retrieval import Retriever
-
-    retriever = Retriever(reference_passages(prompts.tokenizer.count), show_progress=True)
-    return [
-        Example(question, tuple(hit.passage for hit in retriever.search(question, passages)))
-        for question in REFERENCE_QUESTIONS[:limit]
-    ]
 
 
 def _row(line: str, where: str) -> dict[str, Any]:

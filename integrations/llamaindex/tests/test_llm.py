@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import LLM, ChatMessage, CustomLLM, ImageBlock
 from llama_index.core.prompts import PromptTemplate
 
+from blend_rag import RecomputePolicy
 from blend_rag.engines.transformers import TransformersEngine
-from blend_rag.errors import PromptError
+from blend_rag.errors import PolicyError, PromptError
 from llama_index.llms.blend_rag import BlendLLM, BlendReuseEvent
 from tests.conftest import QUESTION, SYSTEM
 
@@ -176,6 +179,25 @@ def test_stop_strings_and_bad_arguments(make_llm: Callable[..., BlendLLM]) -> No
         make_llm().complete(QUESTION, best_of=2)
     with pytest.raises(PromptError, match="text alone"):
         make_llm().chat([ChatMessage(role="user", blocks=[ImageBlock(image=b"x")])])
+
+
+def test_a_call_says_a_ratio_or_a_target(
+    make_llm: Callable[..., BlendLLM], fresh: TransformersEngine, tmp_path: Path
+) -> None:
+    measured = {"selector": "first-k", "ratio": 0.4, "context": "prefix", "gap_closed": 0.7, "ttft_speedup": 2.0}
+    report = tmp_path / "fidelity.json"
+    report.write_text(json.dumps({"model": fresh.model_name, "arms": [measured]}))
+    llm = make_llm(max_tokens=2, calibration=str(report))
+
+    def policy(**said: float) -> tuple[str, float]:
+        found = llm.complete(QUESTION, **said).raw["blend_rag"]["policy"]
+        return found["selector"], found["ratio"]
+
+    assert policy() == (RecomputePolicy().selector, 0.15)
+    assert policy(ratio=0.5) == (RecomputePolicy().selector, 0.5)
+    assert policy(target=0.6) == ("first-k", 0.4)
+    with pytest.raises(PolicyError, match=r"the best closes 0\.70"):
+        policy(target=0.8)
 
 
 def test_an_engine_loaded_here_is_closed_here(make_llm: Callable[..., BlendLLM]) -> None:

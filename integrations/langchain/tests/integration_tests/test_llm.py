@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from langchain_core.globals import set_llm_cache
 
 from blend_rag import RecomputePolicy
 from blend_rag.engines.transformers import TransformersEngine
+from blend_rag.errors import PolicyError
 from blend_rag.in_band import enclose
 from langchain_blend_rag import BlendLLM, BlendPrompt
 from tests.conftest import FACTS, QUESTION
@@ -148,6 +151,27 @@ def test_bad_arguments_are_said(fresh: TransformersEngine, llm: BlendLLM) -> Non
         llm.invoke(QUESTION, best_of=2)
     with pytest.raises(ValueError, match="n must be"):
         llm.invoke(QUESTION, n=0)
+
+
+def test_a_call_says_a_ratio_or_a_target(fresh: TransformersEngine, tmp_path: Path) -> None:
+    measured = {"selector": "first-k", "ratio": 0.4, "context": "prefix", "gap_closed": 0.7, "ttft_speedup": 2.0}
+    report = tmp_path / "fidelity.json"
+    report.write_text(json.dumps({"model": fresh.model_name, "arms": [measured]}))
+    llm = BlendLLM(engine=fresh, max_tokens=2, calibration=str(report))
+
+    def policy(**said: Any) -> tuple[str, float]:
+        info = llm.generate([QUESTION], **said).generations[0][0].generation_info
+        assert info is not None
+        found = info["blend_rag"]["policy"]
+        return found["selector"], found["ratio"]
+
+    assert policy() == (RecomputePolicy().selector, 0.15)
+    assert policy(ratio=0.5) == (RecomputePolicy().selector, 0.5)
+    assert policy(target=0.6) == ("first-k", 0.4)
+    with pytest.raises(PolicyError, match=r"the best closes 0\.70"):
+        policy(target=0.8)
+    with pytest.raises(PolicyError, match="pass one of them"):
+        policy(target=0.6, ratio=0.5)
 
 
 def test_timeouts(fresh: TransformersEngine) -> None:

@@ -10,16 +10,28 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from blend_rag.corpus import reference_passages
+from blend_rag.demo import QUESTIONS as DEMO_QUESTIONS
 from blend_rag.engines.transformers import TransformersEngine
 from blend_rag.errors import PolicyError
 from blend_rag.evaluation.arms import Arm, make_arms
-from blend_rag.evaluation.examples import Example, read_examples, reference_examples
+from blend_rag.evaluation.examples import Example, read_examples
 from blend_rag.evaluation.lab import FidelityRun, default_arm, summarise, summarise_probe
 from blend_rag.evaluation.probes import probe_tasks
 from blend_rag.folders import cache_folder
 from blend_rag.layout import PromptBuilder
+from blend_rag.retrieval import Retriever
 
 SYSTEM = "Answer the question from the passages."
+QUESTIONS = (
+    *DEMO_QUESTIONS,
+    "How are chained comparisons evaluated?",
+    "What is the result of the modulo operator with a negative operand?",
+    "How does a for loop know that its iterator is exhausted?",
+    "What are the rules for mangling private names in a class?",
+    "Which objects can be used as keys of a dictionary?",
+)
+"""Asked where no data is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +104,11 @@ class Study:
 
     def _examples(self, prompts: PromptBuilder) -> Sequence[Example]:
         if self.data is None:
-            return reference_examples(prompts, self.limit, self.passages)
+            retriever = Retriever(reference_passages(prompts.tokenizer.count), show_progress=True)
+            return [
+                Example(question, tuple(hit.passage for hit in retriever.search(question, self.passages)))
+                for question in QUESTIONS[: self.limit]
+            ]
         return read_examples(self.data, prompts, self.limit, self.passages, self.passage_tokens)
 
     def _probe(self, engine: TransformersEngine, prompts: PromptBuilder, show_progress: bool) -> list[dict[str, Any]]:
